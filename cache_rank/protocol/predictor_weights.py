@@ -70,12 +70,17 @@ def put_weights(
     ------
     SettingsError
         If there is no memory for them.
+    ProtocolError
+        If layers have other fields than the first one.
     """
     shard = shard or HeadShard()
     numbers = [layer for layer, weights in enumerate(layers) if weights is not None]
     kept = [weights for weights in layers if weights is not None]
     first = kept[0]
     names = ["weight", *(n for n in _OPTIONAL if getattr(first, n) is not None)]
+    for weights in kept:
+        if ["weight", *(n for n in _OPTIONAL if getattr(weights, n) is not None)] != names:
+            raise ProtocolError("layers predict with other fields than the first one")
     norm = first.query_norm
     is_over_all = norm is not None and len(norm) != first.head_dim
 

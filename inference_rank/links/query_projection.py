@@ -46,9 +46,10 @@ def read_projection(
     An unquantised module's are views of its tensors, or a copy where a gate's rows lie behind those
     of each head. What is quantised is read from the checkpoint and dequantised here, once. Where
     SGLang has loaded no files (``--load-format dummy``), the module's float8 blocks are
-    dequantised, the one layout that its kernels leave as it was. For a layer that ``place.fitted``
-    has, they are read from there, whatever the module has. `name` and `layer` are for errors,
-    and in the checkpoint; `attention` is what of the layer attends (`attention_of`).
+    dequantised, the one layout that its kernels leave as it was. A layer that ``place.fitted`` has
+    is read from there, whatever the module has, and then the others have a bias too. `name` and
+    `layer` are for errors, and in the files; `attention` is what of the layer attends
+    (`attention_of`).
 
     Returns
     -------
@@ -79,6 +80,17 @@ def read_projection(
         fitted = place.fitted.layer(layer, rows, dtype=place.dtype, device=place.device)
         if fitted is not None:
             return fitted
+    found, bias = _own_projection(name, layer, attention, projection, place)
+    if bias is None and place.fitted is not None:  # as the layers have that it has
+        bias = torch.zeros(place.width, dtype=place.dtype, device=place.device)
+    return found, bias
+
+
+def _own_projection(
+    name: str, layer: int, attention: Any, projection: Any, place: QueryPlace
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return W_q and its bias of a layer's `projection`; see `read_projection`."""
+    weight = getattr(projection, "weight", None)
     # Rows of each head in its order: the query's, then as many of its gate.
     per_query = 2 if getattr(attention, "attn_output_gate", False) else 1
     bias = getattr(projection, "bias", None)

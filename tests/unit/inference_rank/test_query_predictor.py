@@ -184,15 +184,20 @@ class Fitted:
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_a_fitted_projection_is_used_in_place_of_w_q(has_norm: bool, is_int8: bool) -> None:
-    """Norms, heads and rotation are those of the layer; a layer without one keeps its W_q."""
+@pytest.mark.parametrize(("has_bias", "has_norm"), [(False, False), (True, False), (False, True)])
+def test_a_fitted_projection_is_used_in_place_of_w_q(
+    has_bias: bool, has_norm: bool, is_int8: bool
+) -> None:
+    """Norms, heads and rotation are those of the layer; a layer without one keeps its W_q.
+
+    All layers have a bias then, so another process can be given those of all.
+    """
     hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
     modules: Any = {"norm": RMSNorm, "rotary": RotaryEmbedding}
     found = []
     fitted = Fitted()
     for given in (fitted, None):
-        model = make_model(has_bias=True, has_norm=has_norm, **modules)
+        model = make_model(has_bias=has_bias, has_norm=has_norm, **modules)
         place = QueryPlace(
             num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"), is_int8=is_int8,
             fitted=cast("Any", given),
@@ -200,6 +205,8 @@ def test_a_fitted_projection_is_used_in_place_of_w_q(has_norm: bool, is_int8: bo
         predict = LiveQueryPredictor(model, place)
         predict.load()
         found.append([predict(layer, hidden, positions) for layer in (0, 1)])
+        weights, _ = predict.weights()
+        assert {x.bias is None for x in weights if x} == {given is None and not has_bias}
     assert torch.equal(found[0][0], found[1][0])
     layer = model.model.layers[1]
     scale = torch.rsqrt(hidden.double().pow(2).mean(-1, keepdim=True) + EPS)
