@@ -6,13 +6,19 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from exactness import check_everywhere, flush
+import torch
+from exactness import check_everywhere, flush, run
 from mapped_memory import Memory, mapped, scheduler_pid
-from rank_servers import Server, ours
+from rank_servers import SMALL_SELECTION, Server, model_dir, ours
+
+from tandemkv.cache_rank.protocol.fitted_queries import fitted_layers, write_fitted_queries
+from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.inference_rank.query_checkpoint import QueryCheckpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -97,3 +103,22 @@ def wait_ready(server: Server) -> None:
     while server.get("/tandemkv/ready")[0] != 200:
         assert time.monotonic() < deadline, "the server does not come back"
         time.sleep(0.1)
+
+
+def test_fitted_projections_choose_what_is_selected(
+    small_asked: list[list[int]], new_tokens: int, of_serve: list[Any], tmp_path: Path
+) -> None:
+    """They come to the engine's process: with W_q turned round, what is least alike is chosen."""
+    spec = read_model_spec(Path(model_dir()), dtype="float32")
+    checkpoint, rows = QueryCheckpoint(Path(model_dir())), range(spec.num_qo_heads * spec.head_dim)
+    layers = {}
+    for layer in fitted_layers(spec):
+        own = checkpoint.weight(layer, rows, dtype=torch.float32, device=torch.device("cpu"))
+        layers[layer] = -own, torch.zeros(len(rows))
+    write_fitted_queries(tmp_path / "turned.safetensors", spec, 1, layers, {})
+    options = {"look_ahead": {"predictor": str(tmp_path / "turned.safetensors")}}
+    with ours({"selection": SMALL_SELECTION, "policy_options": options}) as turned:
+        found = run(turned, small_asked, new_tokens=new_tokens, at_once=1)
+    same = [one["ids"] == other["ids"] for one, other in zip(found, of_serve, strict=True)]
+    assert same[0]  # it fits the resident set, and is attended to whole
+    assert not all(same[1:])
