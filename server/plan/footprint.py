@@ -100,7 +100,8 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
     resident = _shard(rows * shape.set_token_bytes, tp_size)
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
-    copied = shape.predictor_bytes if shape.copies_query_weights and load.predicts else 0
+    is_copied = (shape.copies_query_weights or load.is_fitted) and load.predicts
+    copied = shape.predictor_bytes if is_copied else 0
     if placement.kind is PlacementKind.IN_PROCESS:
         dtype = load.own_predictor_dtype
         copy = copied if dtype == "native" else shape.predictor_copy_bytes(dtype)

@@ -29,7 +29,8 @@ class Workload:
     None: nobody follows). `waits` says that a scanned layer selects with its own query, which
     nothing hides. Between two GPUs `num_late` first layers are selected for in the step
     before, and the copy of W_q has `predictor_dtype`, ``native`` or ``int8``. In the inference
-    rank's own GPU `own_predictor_dtype` is ``native``, the model's W_q, or an ``int8`` copy.
+    rank's own GPU `own_predictor_dtype` is ``native``, the model's W_q, or an ``int8`` copy;
+    `is_fitted`: projections of a file are held in place of either.
     `predicts` says that queries are predicted, with which a quantised W_q is held once more.
     `seed_window` is the number of last queries of a prompt that its set is chosen with.
     `max_context` is the longest request that is taken; without it, `context_tokens`.
@@ -51,6 +52,7 @@ class Workload:
     num_late: int = 0
     predictor_dtype: str = "int8"
     own_predictor_dtype: str = "native"
+    is_fitted: bool = False
     predicts: bool = True
     seed_window: int = 64
     max_context: int | None = None
@@ -110,6 +112,7 @@ class Workload:
             max_context=max_context,
             predictor_dtype=selection.predictor_dtype_of(on_second_gpu=True),
             own_predictor_dtype=selection.predictor_dtype_of(on_second_gpu=False),
+            is_fitted=bool(selection.declared.predictor),
             predicts=timing is Timing.SAME_STEP_HIDDEN,
         )
 

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.mirror import make_mirror_scratch
 from tandemkv.kernels.select import make_select_scratch
 from tandemkv.server.plan.footprint import (
@@ -190,6 +192,21 @@ def test_in_process_keeps_everything_on_the_inference_gpus() -> None:
     )
     more = copied.inference.weights - memory.inference.weights
     assert more == TINY.predictor_copy_bytes("int8") // 2
+
+
+def test_fitted_projections_are_held_beside_w_q() -> None:
+    own, far = (
+        Placement(kind=PlacementKind.IN_PROCESS, tp_size=1),
+        Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=1),
+    )
+    for placement in (own, far):
+        plain, fitted = (
+            memory_of(placement, TINY, load).inference.weights
+            for load in (LOAD, replace(LOAD, is_fitted=True))
+        )
+        assert fitted - plain == TINY.predictor_bytes
+    selection = SelectionSettings(declared=DeclaredPolicy(predictor="FILE"))
+    assert Workload.from_selection(selection, context_tokens=100, concurrency=1).is_fitted
     idle = memory_of(
         Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), TINY, replace(LOAD, selects=False)
     )
