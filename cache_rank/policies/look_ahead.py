@@ -37,8 +37,9 @@ class LookAheadPolicy(ScoringPolicy):
     """Select in the same step, with the query that an earlier layer's residual stream predicts.
 
     The query of layer l is ``rope(q_norm(W_q^l norm_l(h_m)))``, m = l - ``distance``. The engine
-    predicts it with the model's own weights; here it is scored against every candidate. Our own
-    default.
+    predicts it with the model's own weights, or with those of the file ``predictor``
+    (`tandemkv.cache_rank.protocol.fitted_queries`); here it is scored against every candidate. Our
+    own default.
     Relatives: InfiniGen's partial-weight speculation and OasisKV's draft queries; this one
     takes the exact full-width W_q, selects tokens per KV head, and runs on another device.
     """
