@@ -46,7 +46,7 @@ class Request:
     ] = None
     texts: Annotated[int, option("Texts to read.", min=1, max=10000)] = 32
     tokens: Annotated[int, option("Tokens of each text.", min=16, max=65536)] = 1000
-    top_k: Annotated[int, option("Size of the sets compared.", min=1, max=4096)] = 64
+    top_k: Annotated[int, option("kascade, sync_kv: size of the sets compared.", min=1, max=4096)] = 64
     anchors: Annotated[int, option("kascade: anchor layers.", "--num-anchors", min=1, max=1024)] = 5
     clusters: Annotated[int, option("sync_kv: N_r.", "--num-clusters", min=1, max=1024)] = 2
     distance: Annotated[
@@ -61,7 +61,7 @@ class Request:
                 raise SettingsError(
                     f"{name}={getattr(self, name)} must be one of {', '.join(allowed)}"
                 )
-        if self.tokens <= 2 * self.top_k:
+        if self.policy != "look_ahead" and self.tokens <= 2 * self.top_k:
             raise SettingsError(
                 f"tokens={self.tokens} must be more than twice top_k={self.top_k}: shorter texts "
                 "tell nothing"
@@ -160,10 +160,11 @@ def _spec_and_texts(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts
 
     spec = read_model_spec(model_dir, dtype=request.dtype)
     if spec.linear_layers:
+        instead = "without look_ahead.predictor" if request.policy == "look_ahead" else "--anchors"
         raise CalibrationError(
             f"model={model_dir.name}: calibration reads the attention of every layer, and "
-            f"{len(spec.linear_layers)} of {spec.num_layers} are linear attention; give --anchors "
-            "to `tandemkv serve`"
+            f"{len(spec.linear_layers)} of {spec.num_layers} are linear attention; use `tandemkv "
+            f"serve` {instead}"
         )
     if request.tokens > spec.max_context:
         raise CalibrationError(

@@ -210,9 +210,11 @@ def test_a_model_with_linear_attention_is_refused(tmp_path: Path) -> None:
         "max_position_embeddings": 4096, "intermediate_size": 64, "vocab_size": 256,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    request = Request(model=str(tmp_path), policy="kascade", out=tmp_path / "out.json")
-    with pytest.raises(CalibrationError, match="3 of 4 are linear attention; give --anchors"):
-        measure(tmp_path, request, Console())
+    for policy, instead in (("kascade", "--anchors"), ("look_ahead", "without look_ahead.predict")):
+        request = Request(model=str(tmp_path), policy=policy, out=tmp_path / "out.json")
+        message = f"3 of 4 are linear attention; use `tandemkv serve` {instead}"
+        with pytest.raises(CalibrationError, match=message):
+            measure(tmp_path, request, Console())
 
 
 @pytest.mark.parametrize("policy", ["kascade", "sync_kv"])

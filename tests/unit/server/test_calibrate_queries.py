@@ -52,7 +52,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def calibrate(model: Path, out: Path) -> Result:
     arguments = ["calibrate", str(model), "--policy", "look_ahead", "--distance", "2"]
-    sizes = ["--texts", "40", "--tokens", "150", "--top-k", "4", "--out", str(out)]
+    sizes = ["--texts", "40", "--tokens", "100", "--out", str(out)]
     return CliRunner().invoke(app, [*arguments, *sizes])
 
 
