@@ -46,7 +46,9 @@ class Request:
     ] = None
     texts: Annotated[int, option("Texts to read.", min=1, max=10000)] = 32
     tokens: Annotated[int, option("Tokens of each text.", min=16, max=65536)] = 1000
-    top_k: Annotated[int, option("kascade, sync_kv: size of the sets compared.", min=1, max=4096)] = 64
+    top_k: Annotated[
+        int, option("kascade, sync_kv: size of the sets compared.", min=1, max=4096)
+    ] = 64
     anchors: Annotated[int, option("kascade: anchor layers.", "--num-anchors", min=1, max=1024)] = 5
     clusters: Annotated[int, option("sync_kv: N_r.", "--num-clusters", min=1, max=1024)] = 2
     distance: Annotated[
