@@ -111,7 +111,7 @@ class QueryMeasurement:
         for number, layer in enumerate(self._network.model.layers):
             layer.register_forward_pre_hook(self._before(number), with_kwargs=True)
         for number, layer in self._layers.items():
-            projection = _part(layer.self_attn, "q_proj", model)
+            projection = _part(_part(layer, "self_attn", model), "q_proj", model)
             if projection.out_features != sizes[1]:
                 raise CalibrationError(
                     f"{model.architecture}: q_proj has {projection.out_features} rows, and "
