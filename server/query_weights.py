@@ -26,9 +26,7 @@ def check_fitted_queries(settings: ServeSettings, spec: ModelSpec) -> None:
 
     Raises `SettingsError`, saying how to make one that fits.
     """
-    declared = settings.selection.declared
-    if declared.predictor:
-        FittedQueries(Path(declared.predictor).expanduser(), spec, declared.layers_ahead)
+    FittedQueries.of(settings.selection, spec)
 
 
 def check_query_weights(

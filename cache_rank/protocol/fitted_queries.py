@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 
 from .errors import SettingsError
 from .model_spec import ModelSpec
+from .settings import SelectionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,15 @@ class FittedQueries:
                         f"predictor={path}: layers.{layer}.{part} is {found}, not {shape}; make "
                         "the file again"
                     )
+
+    @classmethod
+    def of(cls, selection: SelectionSettings, model: ModelSpec) -> Self | None:
+        """Return the file that `selection` names, None if it names none; raises as the class."""
+        declared = selection.declared
+        if not declared.predictor:
+            return None
+        path = Path(declared.predictor).expanduser()
+        return cls(path, model, declared.layers_ahead, selection.num_late)
 
     @property
     def num_query_rows(self) -> int:

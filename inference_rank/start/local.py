@@ -154,19 +154,15 @@ def live_predictor(
             is_int8=dtype == "int8",
             dtype=runner.dtype,
             checkpoint=checkpoint_of(runner),
-            fitted=_fitted_queries(settings.selection, model),
+            fitted=FittedQueries.of(settings.selection, _whole(model)),
         ),
         skipped=model.other_layers,
     )
 
 
-def _fitted_queries(selection: SelectionSettings, model: ModelSpec) -> FittedQueries | None:
-    declared, num_ranks = selection.declared, sglang_versions.tensor_size()
-    if not declared.predictor:
-        return None
-    whole = structs.replace(model, num_qo_heads=num_ranks * model.num_qo_heads)
-    path = Path(declared.predictor).expanduser()
-    return FittedQueries(path, whole, declared.layers_ahead, selection.num_late)
+def _whole(model: ModelSpec) -> ModelSpec:
+    """Return `model`, that of a tensor-parallel rank, with the query heads of all ranks."""
+    return structs.replace(model, num_qo_heads=sglang_versions.tensor_size() * model.num_qo_heads)
 
 
 def backend_of(

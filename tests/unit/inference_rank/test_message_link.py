@@ -70,7 +70,7 @@ def _compare(
 
 
 @pytest.mark.parametrize("policy", ["oracle", "last_query", "quest"])
-def test_what_is_attended_to_is_that_of_linkby_link_shared(tmp_path: Path, policy: str) -> None:
+def test_what_is_attended_to_is_that_of_link_shared(tmp_path: Path, policy: str) -> None:
     _compare(tmp_path, policy, _SELECTION)
 
 
