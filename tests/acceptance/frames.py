@@ -127,7 +127,7 @@ def fuzz(name: str, number: int, seed: int = SEED) -> dict[str, Any]:
 
 
 def _open_descriptors(process: psutil.Process) -> int:
-    """Descriptors open once garbage is gone: cycles of earlier work hold mapped memory until then."""
+    """How many are open once garbage is gone: cycles of earlier work hold mapped memory."""
     gc.collect()
     return process.num_fds()
 
