@@ -25,12 +25,12 @@ from tandemkv.cache_rank.engine.factory import make_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.ipc import server_pid
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes
-from tandemkv.cache_rank.protocol.model_spec import part_for, read_model_spec
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.memory.shared_devices import engine_homes, far_gpu, one_gpu_homes
+from tandemkv.cache_rank.protocol.models.model_spec import part_for, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_devices import engine_homes, far_gpu, one_gpu_homes
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.service.service import SharedEngineService
 
 logger = logging.getLogger(__name__)

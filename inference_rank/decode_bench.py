@@ -32,9 +32,9 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.inference_rank.sglang.live_model import own_backend
 
 from . import runtime as runtime_module
-from .live_model import own_backend
 
 _LOG = logging.getLogger(__name__)
 _WARMUP_STEPS = 8

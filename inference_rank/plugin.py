@@ -14,7 +14,7 @@ import os
 import sys
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE
+from tandemkv.cache_rank.protocol.settings.rank_settings import RUN_DIR_VARIABLE
 
 BACKEND_NAME = "tandemkv"
 
@@ -32,8 +32,8 @@ def register() -> None:
                 "is not set; start both with `tandemkv serve MODEL`"
             )
         return
-    from .hooks import http_hooks, register_backend, scheduler_hooks
-    from .sglang_contract import check_contract
+    from tandemkv.inference_rank.sglang.contract import check_contract
+    from tandemkv.inference_rank.sglang.hooks import http_hooks, register_backend, scheduler_hooks
 
     check_contract()
     try:

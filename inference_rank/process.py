@@ -13,13 +13,14 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.inference_rank.sglang.contract import check_hooks_applied
+from tandemkv.inference_rank.sglang.nodes import check_settings
 
-from . import progress, sglang_versions
+from . import progress
 from . import runtime as runtime_module
 from .metrics import MetricsPublisher
-from .nodes import check_settings
-from .sglang_contract import check_hooks_applied
 
 _LOG = logging.getLogger(__name__)
 _server: StatusServer | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.progress import ProgressClock
-from tandemkv.inference_rank.heap import heap
+from tandemkv.inference_rank.sglang.heap import heap
 
 clock = ProgressClock()
 """Of this process's scheduler thread."""

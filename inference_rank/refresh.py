@@ -10,7 +10,7 @@ from typing import Protocol
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import RefreshRule
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 
 class Vocabulary(Protocol):

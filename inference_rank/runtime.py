@@ -14,17 +14,17 @@ from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import (
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
     NODES_VARIABLE,
     RUN_DIR_VARIABLE,
     SETTINGS_VARIABLE,
     RankSettings,
 )
+from tandemkv.inference_rank.sglang.occupancy import Occupancy
 
 from .counters import Counters
-from .occupancy import Occupancy
 from .refresh import RefreshSchedule, Vocabulary
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .commands import app
+from tandemkv.server.cli.commands import app
 
 
 def main() -> None:

@@ -26,17 +26,7 @@ from rich.console import Console
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-
-from .cache_rank_launch import (
-    MEANWHILE,
-    SETTINGS_FILE,
-    SplitLaunch,
-    cache_rank_launches,
-    restart_rules,
-    want_logs,
-)
-from .child_process import end_with_parent
-from .command_classes import (
+from tandemkv.server.cli.command_classes import (
     EPILOG,
     ConfigOption,
     ModelArgument,
@@ -44,12 +34,18 @@ from .command_classes import (
     VerboseOption,
     add_arguments,
 )
-from .launch import Launcher, LaunchPlan
-from .options import SERVE_FLAGS, SWITCH, with_flags
-from .settings import ServeSettings
-from .settings_sources import Sourced, load_settings
-from .supervision import LaunchError
-from .torchrun_roles import (
+from tandemkv.server.launch.cache_rank_launch import (
+    MEANWHILE,
+    SETTINGS_FILE,
+    SplitLaunch,
+    cache_rank_launches,
+    restart_rules,
+    want_logs,
+)
+from tandemkv.server.launch.child_process import end_with_parent
+from tandemkv.server.launch.launcher import Launcher, LaunchPlan
+from tandemkv.server.launch.supervision import LaunchError
+from tandemkv.server.launch.torchrun_roles import (
     Role,
     Worker,
     agent_of,
@@ -60,6 +56,9 @@ from .torchrun_roles import (
     nodes_of,
     open_cache_ranks,
 )
+from tandemkv.server.settings.flags import SERVE_FLAGS, SWITCH, with_flags
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sources import Sourced, load_settings
 
 _PAUSE_S = 0.1
 _PROGRAM = "torchrun --nproc-per-node N -m tandemkv.server.torchrun"
@@ -133,7 +132,7 @@ def keep_sglang(
         messages cannot tell an end from a restart; and an agent whose processes ended with 0 waits
         for the others, of which a signal may have ended one.
     """
-    from .serve import serve
+    from tandemkv.server.launch.serve import serve
 
     if not settings.cache_rank_addresses:
         split = worker.launch if worker.local_world_size > 1 else None
@@ -165,7 +164,7 @@ def keep_addressed_cache_rank(
         With 1 when it ends: the launch may go on, which nobody here knows, and torchrun has to end
         it. While torchrun ends its processes it does not look at their codes.
     """
-    from .message_launch import run_far_rank
+    from tandemkv.server.launch.message_launch import run_far_rank
 
     number = worker.place(settings) - 1
     address = settings.cache_rank_addresses[number]

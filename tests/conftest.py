@@ -73,7 +73,7 @@ def gpus_needed(item: pytest.Item) -> int:
 
 
 def _is_on_one_device() -> bool:
-    from tandemkv.cache_rank.protocol.one_device import is_on_one_device
+    from tandemkv.cache_rank.protocol.memory.one_device import is_on_one_device
 
     return is_on_one_device()
 

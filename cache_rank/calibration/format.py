@@ -9,8 +9,8 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.frozen_model import FrozenModel
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.frozen_model import FrozenModel
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 16 << 20
@@ -23,8 +23,8 @@ class CalibrationError(SettingsError):
 class CalibratedModel(FrozenModel):
     """The model that was measured.
 
-    `model_hash` is `tandemkv.cache_rank.protocol.model_spec.model_hash`: of ``config.json`` and of
-    name, size, first and last MiB of each weight file; absent if the figures are from a paper.
+    `model_hash` is `tandemkv.cache_rank.protocol.models.model_spec.model_hash`: of
+    ``config.json`` and of name, size, first and last MiB of each weight file; absent if the figures are from a paper.
     """
 
     model_id: str = Field(min_length=1, max_length=256)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tandemkv.cache_rank.policies.base import HeadClusters, LayerShare, PolicyCapabilities
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .format import Calibration, CalibrationError, parse_calibration, read_calibration
 

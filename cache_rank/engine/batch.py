@@ -7,7 +7,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.step_tables import CandidateTables, load_candidates
 
 

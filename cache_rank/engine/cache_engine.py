@@ -18,8 +18,8 @@ from tandemkv.cache_rank.policies.composition import Composition, is_captured
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.engine import EnginePools, PredictQuery
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff

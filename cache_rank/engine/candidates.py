@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tandemkv.cache_rank.policies.base import Owner, PageBounds, SelectionInput, StoredKV
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.score import score_keys
 from tandemkv.kernels.to_device import to_device
 

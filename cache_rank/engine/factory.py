@@ -18,8 +18,8 @@ from tandemkv.cache_rank.policies.registry import (
     options_of,
 )
 from tandemkv.cache_rank.protocol.engine import EnginePools, PredictQuery
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .cache_engine import CacheEngine
 from .rotary import read_rotary

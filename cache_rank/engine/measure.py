@@ -17,8 +17,8 @@ from tandemkv.cache_rank.protocol.engine import (
     PredictQuery,
     SelectionTime,
 )
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.stopwatch import median_us
 

@@ -9,7 +9,7 @@ import torch
 
 from tandemkv.cache_rank.policies.base import PageBounds
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .key_index import NativeIndex
 from .seeding import seed_range

@@ -12,8 +12,8 @@ from tandemkv.cache_rank.policies.base import Owner, Policy, SeedInput, StoredKV
 from tandemkv.cache_rank.policies.composition import Composition, is_captured
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .batch import DecodeBatch
 from .candidates import Candidates

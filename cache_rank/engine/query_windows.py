@@ -10,7 +10,7 @@ import torch
 from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.engine import Allocate
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
 from tandemkv.kernels.to_device import to_device
 

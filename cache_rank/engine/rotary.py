@@ -10,7 +10,7 @@ import torch
 
 from tandemkv.cache_rank.policies.base import Rotary
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
-from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
+from tandemkv.cache_rank.protocol.models.model_spec import architecture_of_config, read_config
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 

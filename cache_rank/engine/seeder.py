@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from tandemkv.cache_rank.protocol.engine import EnginePools
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.to_device import to_device
 

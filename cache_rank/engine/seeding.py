@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from tandemkv.cache_rank.policies.base import Owner, SeedInput, StoredKV
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.score import score_window
 from tandemkv.kernels.topk import topk_positions
 

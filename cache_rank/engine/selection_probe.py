@@ -15,7 +15,11 @@ import torch
 
 from tandemkv.cache_rank.protocol.bitmap import position_bits
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
-from tandemkv.cache_rank.protocol.settings import DETAIL_VARIABLE, PROBE_VARIABLE, RankSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    DETAIL_VARIABLE,
+    PROBE_VARIABLE,
+    RankSettings,
+)
 
 
 def selection_file(probe_file: Path) -> Path:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 _NUM_PATTERNS = 64
 

@@ -15,11 +15,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.position_pooling import pool_positions
 from tandemkv.kernels.topk import topk_positions
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 
 from .attending import AttendingPolicy
 from .base import Policy, PolicyError, ScoringPolicy

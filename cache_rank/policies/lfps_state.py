@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 from .base import SeedInput
 

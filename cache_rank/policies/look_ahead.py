@@ -7,8 +7,11 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from tandemkv.cache_rank.protocol.declared import DEFAULT_SAMPLES, DeclaredPolicy
 from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.settings.declared import (
+    DEFAULT_SAMPLES,
+    DeclaredPolicy,
+)
 
 from .base import PolicyCapabilities, PolicyOptions, ScoringPolicy
 
@@ -38,8 +41,8 @@ class LookAheadPolicy(ScoringPolicy):
 
     The query of layer l is ``rope(q_norm(W_q^l norm_l(h_m)))``, m = l - ``distance``. The engine
     predicts it with the model's own weights, or with those of the file ``predictor``
-    (`tandemkv.cache_rank.protocol.fitted_queries`); here it is scored against every candidate. Our
-    own default.
+    (`tandemkv.cache_rank.protocol.models.fitted_queries`); here it is scored against every
+    candidate. Our own default.
     Relatives: InfiniGen's partial-weight speculation and OasisKV's draft queries; this one
     takes the exact full-width W_q, selects tokens per KV head, and runs on another device.
     """

@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.frozen_model import required_type
-from tandemkv.cache_rank.protocol.settings import OptionValues
+from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.settings.frozen_model import required_type
+from tandemkv.cache_rank.protocol.settings.rank_settings import OptionValues
 
 if TYPE_CHECKING:
     from .base import PolicyCapabilities

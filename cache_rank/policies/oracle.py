@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tandemkv.cache_rank.protocol.declared import DEFAULT_SAMPLES
 from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.settings.declared import DEFAULT_SAMPLES
 
 from .base import PolicyCapabilities, ScoringPolicy
 

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from tandemkv.cache_rank.protocol.settings import DEFAULT_POLICY, SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    DEFAULT_POLICY,
+    SelectionSettings,
+)
 
 from .base import Policy, PolicyError, ScoringPolicy
 from .composition import check_class

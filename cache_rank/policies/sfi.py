@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.messages import RefreshRule, Timing
+from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
 from tandemkv.kernels.topk import topk_positions
 
 from .base import (

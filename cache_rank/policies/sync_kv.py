@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
+from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
 from tandemkv.kernels.topk import topk_positions
 
 from .base import (

@@ -15,12 +15,16 @@ from typing import Protocol, Self
 
 import torch
 
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    RankSettings,
+    SelectionSettings,
+)
+
 from .engine_program import EngineProgram
 from .errors import SettingsError
 from .head_shard import HeadShard
-from .model_spec import ModelSpec
-from .placement import Placement
-from .settings import RankSettings, SelectionSettings
 
 _FACTORY = "tandemkv.cache_rank.engine.factory:create"
 _MEASURE = "tandemkv.cache_rank.engine.measure:measure"

@@ -11,11 +11,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+
 from .errors import SettingsError
 from .messages import PolicyTraits, Timing, Welcome
-from .model_spec import ModelSpec
-from .placement import Placement
-from .settings import RankSettings
 
 OWN_SELECTIONS = PolicyTraits()
 """Every layer has a selection of its own, and no step is slow."""

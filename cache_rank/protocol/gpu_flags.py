@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .descriptor_messages import TensorSpec
-from .mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 
 _LINE = 32
 """int32 words of a cache line of 128 bytes: two flags that are polled share none."""

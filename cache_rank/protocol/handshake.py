@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tandemkv.cache_rank.protocol.memory.shared_devices import differing_gpu
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+
 from .control import ControlClient
 from .errors import HandshakeRefusedError, ProtocolError
 from .ipc import refuse_version
 from .messages import PROTOCOL_VERSION, HeartbeatReply, Hello, Refused, Welcome
-from .model_spec import ModelSpec
-from .settings import RankSettings
-from .shared_devices import differing_gpu
 
 _SHOWN = 128
 _ADVICE = {

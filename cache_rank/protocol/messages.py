@@ -12,8 +12,9 @@ from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+
 from .errors import ProtocolError
-from .model_spec import ModelSpec
 
 PROTOCOL_VERSION = 12
 MAX_FRAME_BYTES = 1 << 20

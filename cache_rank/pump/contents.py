@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from tandemkv.cache_rank.protocol.shared_region import seed_buffer
+from tandemkv.cache_rank.protocol.memory.shared_region import seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.kernels.changed_rows import put_changed_rows, take_changed_rows
 from tandemkv.kernels.to_device import to_device

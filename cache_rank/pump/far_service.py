@@ -13,8 +13,6 @@ import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
-from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec, has_hung_up
-from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, withdraw_tensors
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
@@ -25,7 +23,11 @@ from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.ipc import refuse_version
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, withdraw_tensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids, same_gpu
+from tandemkv.cache_rank.protocol.memory.shared_region import STAMPS, RegionSizes, specs_by_life
 from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane, MeetingPoint
 from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.letters import (
@@ -46,12 +48,10 @@ from tandemkv.cache_rank.protocol.messages import (
     Refused,
     Welcome,
 )
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX, most_bytes
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX, most_bytes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids, same_gpu
-from tandemkv.cache_rank.protocol.shared_region import STAMPS, RegionSizes, specs_by_life
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .contents import Contents
 from .far import Announced, FarReceiver, FarSender

@@ -14,8 +14,6 @@ import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.control import ControlServer
-from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec, has_hung_up
-from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, send_tensors
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
@@ -25,7 +23,11 @@ from tandemkv.cache_rank.protocol.errors import (
 )
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import DescriptorListener, send_tensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_devices import differing_gpu, gpu_uuids
+from tandemkv.cache_rank.protocol.memory.shared_region import STAMPS
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.message.data_plane import (
     INFERENCE_END,
@@ -56,11 +58,9 @@ from tandemkv.cache_rank.protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from tandemkv.cache_rank.protocol.predictor_weights import weights_for
+from tandemkv.cache_rank.protocol.models.predictor_weights import weights_for
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_devices import differing_gpu, gpu_uuids
-from tandemkv.cache_rank.protocol.shared_region import STAMPS
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .contents import Contents
 from .gpu_link import Wires, break_wires, make_lanes, open_wires

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
-from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
+from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import torch
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 
 from .records import PIECE_BYTES, Op, Outbox, Record

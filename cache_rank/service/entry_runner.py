@@ -10,8 +10,8 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import Engine
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import (
     RESIDENT,

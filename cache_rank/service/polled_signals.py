@@ -11,7 +11,7 @@ import torch
 
 from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 

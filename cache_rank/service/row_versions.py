@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tandemkv.cache_rank.protocol.engine import Allocate
-from tandemkv.cache_rank.protocol.shared_region import STAMPS
+from tandemkv.cache_rank.protocol.memory.shared_region import STAMPS
 from tandemkv.kernels.to_device import to_device
 
 _NO_STEP = 0

@@ -19,13 +19,15 @@ from tandemkv.cache_rank.engine.factory import make_policy
 from tandemkv.cache_rank.engine.key_index import interval_of
 from tandemkv.cache_rank.policies.base import Policy
 from tandemkv.cache_rank.protocol.control import ControlServer
-from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, send_tensors
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.handshake import check_hello
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import DescriptorListener, send_tensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes
 from tandemkv.cache_rank.protocol.messages import (
     Goodbye,
     HeartbeatReply,
@@ -36,16 +38,14 @@ from tandemkv.cache_rank.protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from tandemkv.cache_rank.protocol.model_spec import (
+from tandemkv.cache_rank.protocol.models.model_spec import (
     ModelSpec,
     model_as_claimed,
     part_for,
     read_model_spec,
 )
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .session import SharedSession
 

@@ -16,22 +16,22 @@ import torch
 from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.engine.factory import create
 from tandemkv.cache_rank.policies.registry import find_policy
-from tandemkv.cache_rank.protocol.descriptor_socket import wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine import Engine, PredictQuery, measure_selection
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import (
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import wait_for_hang_up
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
     check_region,
     part_books,
     pools_of,
 )
+from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.predictor_weights import MappedPredictor
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepRing
 from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream

@@ -11,7 +11,7 @@ import torch
 from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.errors import CacheRankError
 from tandemkv.cache_rank.protocol.fault_points import reach
-from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 

@@ -10,8 +10,8 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags

@@ -24,6 +24,6 @@ entry_points = importlib.metadata.entry_points(group="sglang.srt.plugins")
 if "tandemkv" not in entry_points.names:
     raise SystemExit("the plugin tandemkv is not registered: `pip install --no-deps -e .` again")
 entry_points["tandemkv"].load()
-contract = importlib.import_module("tandemkv.inference_rank.sglang_contract")
+contract = importlib.import_module("tandemkv.inference_rank.sglang.contract")
 contract.check_contract()
 print("imports: ok")

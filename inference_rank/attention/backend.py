@@ -15,8 +15,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
-from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart

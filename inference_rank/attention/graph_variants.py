@@ -18,7 +18,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank.live_model import own_backend
+from tandemkv.inference_rank.sglang.live_model import own_backend
 from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 
 def make_local_pool_class(base: Any, num_extra: int, windowed: Collection[int] = ()) -> type:

@@ -21,8 +21,12 @@ import torch
 from tandemkv.cache_rank.protocol.bitmap import position_bits
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import DETAIL_VARIABLE, PROBE_VARIABLE, RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    DETAIL_VARIABLE,
+    PROBE_VARIABLE,
+    RankSettings,
+)
 from tandemkv.kernels.samples import sample_offsets
 
 PROBE_EVERY = 8

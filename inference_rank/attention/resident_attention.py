@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank import sglang_versions
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 from tandemkv.kernels.step_tables import load_attended, load_ring

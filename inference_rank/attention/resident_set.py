@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from tandemkv.cache_rank.protocol.engine import Allocate
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .sample_set import SampleSet, zeros_on
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from tandemkv.cache_rank.protocol.engine import Allocate
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.samples import sample_offsets
 from tandemkv.kernels.to_device import to_device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .limits import Adapters, Limits
 from .refusal import RequestRefusedError, shown

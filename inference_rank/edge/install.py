@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank.sglang_versions import with_key
+from tandemkv.inference_rank.sglang.versions import with_key
 
 from .adapters import adapters_of
 from .keys import Keys

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.frozen_model import FrozenModel
+from tandemkv.cache_rank.protocol.settings.frozen_model import FrozenModel
 
 EDGE_VARIABLE = "TANDEMKV_EDGE"
 

@@ -18,30 +18,30 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
-from tandemkv.cache_rank.protocol.descriptor_messages import has_hung_up
-from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
     HandshakeRefusedError,
     TandemKVError,
 )
-from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
-from tandemkv.cache_rank.protocol.held_tensors import let_hold, take_held
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.messages import Goodbye, Welcome
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids
-from tandemkv.cache_rank.protocol.shared_region import (
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import has_hung_up
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, wait_for_hang_up
+from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
+from tandemkv.cache_rank.protocol.memory.shared_region import (
     STAMPS,
     FlagIndex,
     RegionSizes,
     specs_by_life,
 )
+from tandemkv.cache_rank.protocol.messages import Goodbye, Welcome
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRing, StepRow
 from tandemkv.inference_rank.counters import Counters

@@ -9,8 +9,8 @@ import signal
 import socket
 import struct
 
-from tandemkv.cache_rank.protocol.descriptor_messages import has_hung_up
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import has_hung_up
 
 _CREDENTIALS = struct.Struct("3i")
 _EXIT_S = 0.5

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
-from tandemkv.cache_rank.protocol.held_tensors import let_hold, take_held
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
+from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, is_pool, specs_by_life
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import (
-    RegionSizes,
-    is_pool,
-    specs_by_life,
-)
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .connection import KEPT, OWN
 

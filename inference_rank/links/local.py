@@ -10,11 +10,11 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import Engine
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.inference_rank.links.layer_streams import LayerStreams
 from tandemkv.inference_rank.links.look_ahead import LookAhead
 from tandemkv.inference_rank.links.side_stream import SideStream
-from tandemkv.inference_rank.residual_hooks import install_logits_hook
+from tandemkv.inference_rank.sglang.residual_hooks import install_logits_hook
 from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow

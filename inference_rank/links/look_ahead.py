@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.engine import Engine
-from tandemkv.inference_rank.residual_hooks import install_residual_hooks
+from tandemkv.inference_rank.sglang.residual_hooks import install_residual_hooks
 
 from .layer_streams import LayerStreams
 from .side_stream import SideStream

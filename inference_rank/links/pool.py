@@ -10,15 +10,15 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine_program import check_other_layers
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec, shard_of
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_devices import inference_homes, one_gpu_homes
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, layers_of_pool
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec, shard_of
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.shared_devices import inference_homes, one_gpu_homes
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes, layers_of_pool
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.gpu_index import with_index
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 from .kept_tensors import make_kept_tensors
 

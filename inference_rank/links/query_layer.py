@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tandemkv.cache_rank.protocol.architectures import Architecture
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank import sglang_versions
-from tandemkv.inference_rank.live_model import attention_of
+from tandemkv.cache_rank.protocol.models.architectures import Architecture
+from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.inference_rank.sglang.live_model import attention_of
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
 from .query_projection import QueryPlace, read_projection

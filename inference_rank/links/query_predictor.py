@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank.live_model import architecture_of, layers_of
+from tandemkv.inference_rank.sglang.live_model import architecture_of, layers_of
 from tandemkv.kernels.query import QueryWeights, predict_query
 
 from .query_layer import QueryLayer

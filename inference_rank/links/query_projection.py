@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.fitted_queries import FittedQueries
-from tandemkv.inference_rank import sglang_versions
-from tandemkv.inference_rank.dequantize import dequantize_fp8
-from tandemkv.inference_rank.query_checkpoint import WITHOUT_PREDICTION, QueryCheckpoint
+from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
+from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.inference_rank.weights.dequantize import dequantize_fp8
+from tandemkv.inference_rank.weights.query_checkpoint import WITHOUT_PREDICTION, QueryCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ import torch
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.head_shard import parts_of
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, part_of
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, part_of
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_ring import StepRow
 from tandemkv.inference_rank.counters import Counters
 

@@ -21,9 +21,9 @@ import torch
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
-from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
+from tandemkv.cache_rank.protocol.memory.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
-from tandemkv.inference_rank.residual_hooks import install_norm_hooks, install_residual_hooks
+from tandemkv.inference_rank.sglang.residual_hooks import install_norm_hooks, install_residual_hooks
 from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow, StepLostError

@@ -10,7 +10,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
-from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
+from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
 from tandemkv.kernels.streams import (

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.reconnect import Reconnecting
-from tandemkv.inference_rank.sglang_versions import committed, row_of
+from tandemkv.inference_rank.sglang.versions import committed, row_of
 
 from .agreement import Agreement
 from .passes import PassLog

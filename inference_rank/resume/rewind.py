@@ -19,13 +19,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from tandemkv.inference_rank.sglang_versions import (
-    committed,
-    give_up,
-    retract,
-    row_of,
-    set_stored,
-)
+from tandemkv.inference_rank.sglang.versions import committed, give_up, retract, row_of, set_stored
 
 from .penalties import PenaltyLog
 

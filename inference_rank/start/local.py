@@ -20,13 +20,15 @@ from tandemkv.cache_rank.protocol.engine import (
     create_engine,
 )
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
-from tandemkv.cache_rank.protocol.fitted_queries import FittedQueries
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
-from tandemkv.cache_rank.protocol.model_spec import FP8_KV, ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
+from tandemkv.cache_rank.protocol.models.model_spec import FP8_KV, ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    RankSettings,
+    SelectionSettings,
+)
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.native_sinks import NativeSinks
@@ -46,15 +48,16 @@ from tandemkv.inference_rank.links.local import LocalLink
 from tandemkv.inference_rank.links.pool import rank_model_spec
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace
-from tandemkv.inference_rank.live_model import (
+from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
+from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.inference_rank.sglang.live_model import (
     architecture_of,
     attention_of,
     check_live_attention,
     layers_of,
 )
-from tandemkv.inference_rank.occupancy import Occupancy
-from tandemkv.inference_rank.query_checkpoint import checkpoint_of
-from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
+from tandemkv.inference_rank.sglang.occupancy import Occupancy
+from tandemkv.inference_rank.weights.query_checkpoint import checkpoint_of
 
 from .measurement import StartMeasurement, agree_over_ranks
 

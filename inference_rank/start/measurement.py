@@ -19,9 +19,9 @@ from tandemkv.cache_rank.protocol.engine import (
     SelectionTime,
     measure_selection,
 )
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.inference_rank.live_model import own_backend
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+from tandemkv.inference_rank.sglang.live_model import own_backend
 
 from .layer_time import LayerTime, measure_layer, measure_replay
 from .plan import StartPlan, make_plan

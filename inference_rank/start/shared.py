@@ -10,9 +10,9 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.messages import StatusReply
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.predictor_weights import num_positions, put_weights
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.predictor_weights import num_positions, put_weights
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.counters import Counters
@@ -21,11 +21,11 @@ from tandemkv.inference_rank.links.pool import rank_run_dir
 from tandemkv.inference_rank.links.sharded import ShardedConnection, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
 from tandemkv.inference_rank.links.signals import HostSignals, LinkSignals, StreamSignals
-from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.resume.agreement import tensor_parallel
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 from tandemkv.inference_rank.resume.recovery import Recovery, State
+from tandemkv.inference_rank.sglang.occupancy import Occupancy
 
 from .local import (
     backend_of,

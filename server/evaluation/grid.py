@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.server.pages import on_device
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.server.plan.pages import on_device
 
 from .setting_name import setting_name
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import re
 
-from tandemkv.cache_rank.protocol.settings import DEFAULT_POLICY, SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    DEFAULT_POLICY,
+    SelectionSettings,
+)
 
 _NAME = re.compile(
     r"(?:(?P<policy>[a-z][a-z_]*)-)?k(?P<k>\d+)-c(?P<c>[\d.]+)-cap(?P<cap>\d+)-s(?P<samples>\d+)"

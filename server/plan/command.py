@@ -14,18 +14,24 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.cache_rank.protocol.token_count import read_token_count
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
-from tandemkv.server.options import OPERATION, RANK_FLAGS, SELECTION, SWITCH, with_flags
-from tandemkv.server.pages import on_device
-from tandemkv.server.settings import EMBEDDED_MODEL
-from tandemkv.server.settings_sources import Sourced, load_settings
-from tandemkv.server.sglang_command import captures_steps
+from tandemkv.server.launch.sglang_command import captures_steps
+from tandemkv.server.settings.flags import (
+    OPERATION,
+    RANK_FLAGS,
+    SELECTION,
+    SWITCH,
+    with_flags,
+)
+from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
+from tandemkv.server.settings.sources import Sourced, load_settings
 
 from .choose import choose_placement
 from .constants import Constants, constants_here, measure_here
 from .footprint import GIB
+from .pages import on_device
 from .placement import Placement, PlacementKind, possible_placements
 from .shape import BUILT_IN_SHAPES, ModelShape, find_shape
 from .view import plan_json, plan_view, profile_view
@@ -170,7 +176,7 @@ def _bytes_here() -> int:
 
 def _shape(model: str, dtype: str) -> ModelShape:
     """Return the shape of a directory's model, of the embedded one, or of one that is built in."""
-    from tandemkv.server.preflight import resolve_model
+    from tandemkv.server.checks.preflight import resolve_model
 
     is_embedded = model == EMBEDDED_MODEL
     source = str(resolve_model(model, lambda _: None)) if is_embedded else model

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from tandemkv.server.embedded_model import cache_root
+from tandemkv.server.models.embedded_model import cache_root
 
 from .profile import Machine, MachineProfile
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tandemkv.cache_rank.protocol.architectures import Architecture
-from tandemkv.cache_rank.protocol.attention_config import (
+from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.models.architectures import Architecture
+from tandemkv.cache_rank.protocol.models.attention_config import (
     check_attention,
     linear_layers,
     windowed_layers,
 )
-from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
-from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
-from tandemkv.cache_rank.protocol.weight_formats import read_weight_format
+from tandemkv.cache_rank.protocol.models.model_spec import architecture_of_config, read_config
+from tandemkv.cache_rank.protocol.models.weight_formats import read_weight_format
 
 _SAME_COUNT = ("num_experts", "num_local_experts")
 """Two names of one number: some checkpoints have the one, and transformers writes the other."""

@@ -9,9 +9,9 @@ from typing import Self
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.server.pages import page_tokens
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
+from .pages import page_tokens
 from .shape import ModelShape
 
 INDEX_DTYPES = ("native", "int8", "int4")

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.command_classes import ServeCommand, passed_through
+from tandemkv.server.cli.command_classes import ServeCommand, passed_through
 from tandemkv.server.evaluation.compact_json import compact_json
 from tandemkv.server.evaluation.request_options import option, takes
 

@@ -17,8 +17,8 @@ import psutil
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.server.settings import is_loopback
-from tandemkv.server.watchdog import shared_memory_of
+from tandemkv.server.launch.watchdog import shared_memory_of
+from tandemkv.server.settings.launch_settings import is_loopback
 
 LAUNCHER, CACHE_RANK, HTTP, SCHEDULER = "launcher", "cache rank", "SGLang", "scheduler"
 _ROLES = {

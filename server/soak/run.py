@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandemkv.server.probes import StatusUnavailableError, fetch_status
+from tandemkv.server.launch.probes import StatusUnavailableError, fetch_status
 
 from .canaries import SoakError, Solo, record_solo
 from .client import Outcome

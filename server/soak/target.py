@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.fault_points import FAULTS_FILE, FAULTS_VARIABLE, read_faults
 from tandemkv.inference_rank.edge.keys import read_key
-from tandemkv.server.child_process import ChildProcess, ChildSpec
-from tandemkv.server.ports import choose_port
-from tandemkv.server.probes import server_state
-from tandemkv.server.sglang_command import SERVER
+from tandemkv.server.checks.ports import choose_port
+from tandemkv.server.launch.child_process import ChildProcess, ChildSpec
+from tandemkv.server.launch.probes import server_state
+from tandemkv.server.launch.sglang_command import SERVER
 
 from .canaries import SoakError
 from .client import Client

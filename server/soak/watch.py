@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from tandemkv.server.probes import server_state
+from tandemkv.server.launch.probes import server_state
 
 from .processes import LAUNCHER, ServerProcesses
 

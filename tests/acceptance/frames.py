@@ -26,11 +26,11 @@ import psutil
 import torch
 from workbench import Bench, Checks
 
-from tandemkv.cache_rank.protocol import descriptor_socket
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError, SettingsError
 from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory import descriptor_socket
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import (
     Goodbye,
     Heartbeat,
@@ -46,8 +46,8 @@ from tandemkv.cache_rank.protocol.messages import (
     encode,
     hello_version,
 )
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import (
     NUM_ENTRIES,

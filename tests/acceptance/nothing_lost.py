@@ -33,7 +33,7 @@ from workbench import Bench, Checks, long_ids
 
 from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.server.message_launch import FAR_FOLDER
+from tandemkv.server.launch.message_launch import FAR_FOLDER
 
 SELECTION = {
     "policy": "look_ahead",

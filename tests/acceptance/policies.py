@@ -13,7 +13,7 @@ from workbench import Bench, Checks, long_ids
 from tandemkv.cache_rank.policies.registry import POLICIES
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.status import request_status
-from tandemkv.server.message_launch import FAR_FOLDER
+from tandemkv.server.launch.message_launch import FAR_FOLDER
 
 PROMPT_TOKENS, NEW_TOKENS = 800, 24
 SMALL = {"budget_tokens": 96, "resident_factor": 1.0, "num_recent_tokens": 16}

@@ -152,7 +152,7 @@ def model_dir() -> str:
     given = os.environ.get("TANDEMKV_TEST_MODEL")
     if given:
         return given
-    from tandemkv.server.embedded_model import embedded_model_dir
+    from tandemkv.server.models.embedded_model import embedded_model_dir
 
     return str(embedded_model_dir())
 

@@ -27,7 +27,7 @@ from nothing_lost import wait_for
 from rank_servers import Server, model_dir
 
 from tandemkv.server.evaluation.quality.servers import stock_server, tandem_server
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 DEVICE = os.environ.get("TANDEMKV_TEST_DEVICE", "cuda")
 DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"

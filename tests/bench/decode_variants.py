@@ -33,7 +33,7 @@ _ROUNDS = 2
 
 def main() -> None:
     """Start `bench decode`, which runs this module in the place of `decode_bench`."""
-    from tandemkv.server.commands import app
+    from tandemkv.server.cli.commands import app
     from tandemkv.server.evaluation.bench import decode_steps
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.inference_rank.attention.prefix_staging import PrefixStaging
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.kernels.gather import gather_tokens

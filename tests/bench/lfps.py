@@ -31,8 +31,8 @@ import torch
 from tandemkv.cache_rank.policies.attending import AttendInput
 from tandemkv.cache_rank.policies.base import PolicyContext, SeedInput, StoredKV
 from tandemkv.cache_rank.policies.lfps import LfpsPolicy
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 HEADS, DIM, SINK, RECENT = 8, 128, 4, 64
 ROTATING, TOPICS = 64, 16

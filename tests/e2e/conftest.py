@@ -18,9 +18,9 @@ from rank_servers import SMALL_SELECTION, Server, model_dir, ours, stock
 from stock_agreement import DEVICE
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.one_device import is_on_one_device
-from tandemkv.cache_rank.protocol.placement import Placement
-from tandemkv.server.shared_gpus import check_shared_gpus
+from tandemkv.cache_rank.protocol.memory.one_device import is_on_one_device
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.server.checks.shared_gpus import check_shared_gpus
 
 Once = Callable[[str, Callable[[], list[Any]]], list[Any]]
 

@@ -14,7 +14,7 @@ import pytest
 from exactness import check_everywhere
 from rank_servers import Server, ours
 
-from tandemkv.inference_rank import sglang_versions
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 DRAFTS = 6

@@ -28,7 +28,7 @@ from stock_agreement import (
     stock,
 )
 
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 if DEVICE == "cuda":

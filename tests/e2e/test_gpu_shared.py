@@ -27,7 +27,7 @@ from stock_agreement import (
     stock,
 )
 
-from tandemkv.cache_rank.protocol.placement import lies_on_two_gpus
+from tandemkv.cache_rank.protocol.settings.placement import lies_on_two_gpus
 
 pytestmark = [
     pytest.mark.e2e,

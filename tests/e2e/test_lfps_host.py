@@ -15,7 +15,7 @@ from exactness import check_with_hits, run
 from nothing_lost import killed_while_decoding, make_prompts, pids, undisturbed, values
 from rank_servers import ours
 
-from tandemkv.cache_rank.protocol.one_device import HOST, ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.memory.one_device import HOST, ONE_DEVICE_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -12,7 +12,7 @@ from exactness import compare, flush, run
 from rank_servers import Server, ours
 from sockets import listening, purpose
 
-from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.memory.one_device import APART, ONE_DEVICE_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 _SMALL = {

@@ -16,9 +16,9 @@ from exactness import check_everywhere, flush, run
 from mapped_memory import Memory, mapped, scheduler_pid
 from rank_servers import SMALL_SELECTION, Server, model_dir, ours
 
-from tandemkv.cache_rank.protocol.fitted_queries import fitted_layers, write_fitted_queries
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
-from tandemkv.inference_rank.query_checkpoint import QueryCheckpoint
+from tandemkv.cache_rank.protocol.models.fitted_queries import fitted_layers, write_fitted_queries
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
+from tandemkv.inference_rank.weights.query_checkpoint import QueryCheckpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -30,7 +30,7 @@ from nothing_lost import (
 )
 from rank_servers import Server, ours
 
-from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.memory.one_device import APART, ONE_DEVICE_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

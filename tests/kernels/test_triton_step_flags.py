@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.kernels.append import append_tokens
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags

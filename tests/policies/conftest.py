@@ -23,7 +23,7 @@ from tandemkv.cache_rank.policies.base import (
     StoredKV,
 )
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.kernels.score import score_keys
 
 _SPEC = importlib.util.spec_from_file_location("policy_cases", Path(__file__).parent / "cases.py")

@@ -9,7 +9,7 @@ from lfps_reference import Reference
 from tandemkv.cache_rank.policies.attending import AttendInput
 from tandemkv.cache_rank.policies.base import PolicyContext, SeedInput, StoredKV
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 
 class Bench:

@@ -24,7 +24,7 @@ from tandemkv.cache_rank.policies.registry import (
 )
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.position_pooling import MAX_REACH
 
 

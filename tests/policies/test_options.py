@@ -13,7 +13,7 @@ from tandemkv.cache_rank.policies.options import (
 )
 from tandemkv.cache_rank.policies.registry import POLICIES, check_resolved, find_policy
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 
 class Some(PolicyOptions):

@@ -57,7 +57,7 @@ def allowed(path: str, package: str, name: str) -> bool:
     if within(name, "sglang") and not within(package, "tandemkv.inference_rank"):
         return False
     if within(name, "torch.distributed") and not (
-        within(package, protocol) or path == "inference_rank/single_process_group.py"
+        within(package, protocol) or path == "inference_rank/sglang/single_process_group.py"
     ):
         return False
     knows_protocol_only = within(package, "tandemkv.inference_rank") or within(package, protocol)

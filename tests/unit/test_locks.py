@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tandemkv.inference_rank.sglang_versions import NEWEST, OLDEST, RUN_ON_GPU, VERSIONS
+from tandemkv.inference_rank.sglang.versions import NEWEST, OLDEST, RUN_ON_GPU, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = ROOT / "deploy" / "cpu", ROOT / "deploy" / "gpu"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tandemkv.cache_rank.protocol.architectures import ARCHITECTURES, REFUSED, Architecture
-from tandemkv.cache_rank.protocol.weight_formats import UNREADABLE
+from tandemkv.cache_rank.protocol.models.architectures import ARCHITECTURES, REFUSED, Architecture
+from tandemkv.cache_rank.protocol.models.weight_formats import UNREADABLE
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")

@@ -33,13 +33,18 @@ def test_package_dir_maps_each_top_folder() -> None:
 
 
 @pytest.mark.parametrize("package", SETUPTOOLS["packages"])
-def test_package_is_typed_and_its_init_is_a_docstring(package: str) -> None:
+def test_init_of_a_package_is_a_docstring(package: str) -> None:
     folder = ROOT.joinpath(*package.split(".")[1:])
     body = ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body
     assert len(body) == 1
     assert isinstance(body[0], ast.Expr)
     assert isinstance(body[0].value, ast.Constant)
-    assert (folder / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("top", TOP_FOLDERS)
+def test_a_top_package_is_typed(top: str) -> None:
+    """PEP 561: the marker holds for what is below it."""
+    assert (ROOT / top / "py.typed").is_file()
 
 
 def test_namespace_has_no_folder_of_its_own() -> None:

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.ipc import refuse_version
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.messages import (
     PROTOCOL_VERSION,
     Codec,

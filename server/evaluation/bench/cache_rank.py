@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.server.cache_rank_launch import SETTINGS_FILE, cache_rank_launches
-from tandemkv.server.child_process import ChildProcess, watched
-from tandemkv.server.launch import CacheRankLaunch
-from tandemkv.server.message_launch import message_launches, with_own_link
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import to_yaml
+from tandemkv.server.launch.cache_rank_launch import SETTINGS_FILE, cache_rank_launches
+from tandemkv.server.launch.child_process import ChildProcess, watched
+from tandemkv.server.launch.launcher import CacheRankLaunch
+from tandemkv.server.launch.message_launch import message_launches, with_own_link
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sources import to_yaml
 
 _START_TIMEOUT_S = 120.0
 

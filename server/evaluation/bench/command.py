@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.token_count import read_token_count
+from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.evaluation import provenance
 from tandemkv.server.evaluation.provenance import BenchError, Gpu
 from tandemkv.server.evaluation.request_options import option, takes
@@ -67,8 +67,8 @@ def decode(request: DecodeRequest) -> None:
 
     Exit code 1 if a figure that was asked for is missing.
     """
+    from tandemkv.server.checks.preflight import resolve_model
     from tandemkv.server.plan.shape import find_shape
-    from tandemkv.server.preflight import resolve_model
 
     from .configurations import from_grid, load_configurations, pick
     from .decode import DecodeRun, run_decode
@@ -125,7 +125,7 @@ def kernels(out: OutOption = None) -> None:
 @takes(ServeLoad)
 def serve(load: ServeLoad) -> None:
     """Put a running server on this machine under load, with sglang.bench_serving."""
-    from tandemkv.server.preflight import resolve_model
+    from tandemkv.server.checks.preflight import resolve_model
 
     from .decode import run_child
 

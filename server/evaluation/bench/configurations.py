@@ -20,13 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.server.evaluation.grid import read_grid
-from tandemkv.server.pages import LONG_PAGE_TOKENS, on_device
-from tandemkv.server.placement_choice import with_late_layers
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import Sourced, load_settings
-from tandemkv.server.sglang_command import sglang_argv, sglang_env
+from tandemkv.server.launch.sglang_command import sglang_argv, sglang_env
+from tandemkv.server.plan.pages import LONG_PAGE_TOKENS, on_device
+from tandemkv.server.plan.placement_choice import with_late_layers
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sources import Sourced, load_settings
 
 _DENSE_FLAGS = ("--device", "cuda", "--dtype", "bfloat16", "--attention-backend", "flashinfer")
 _SERVER_MODULE = "sglang.launch_server"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.inference_rank.sglang_versions import RUN_ON_GPU
-from tandemkv.server.child_process import ChildSpec, watched
+from tandemkv.inference_rank.sglang.versions import RUN_ON_GPU
 from tandemkv.server.evaluation.provenance import version_of
+from tandemkv.server.launch.child_process import ChildSpec, watched
 from tandemkv.server.plan.shape import ModelShape
 
 from . import decode_steps

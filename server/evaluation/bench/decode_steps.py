@@ -17,7 +17,7 @@ import msgspec
 
 from tandemkv.server.evaluation.provenance import BenchError
 from tandemkv.server.evaluation.spread import Spread
-from tandemkv.server.pages import LONG_PAGE_TOKENS
+from tandemkv.server.plan.pages import LONG_PAGE_TOKENS
 
 MODULE = "tandemkv.inference_rank.decode_bench"
 RESULT_FILE = "decode_steps.json"

@@ -15,7 +15,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.provenance import BenchError
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.evaluation.spread import Spread
-from tandemkv.server.settings import is_loopback
+from tandemkv.server.settings.launch_settings import is_loopback
 
 from .report import Failure, OutOption, Row
 

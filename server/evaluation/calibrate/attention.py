@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 Pool = Callable[[torch.Tensor], torch.Tensor]
 """``[H, G, T, T]`` post-softmax weights to ``[H, T, T]``."""

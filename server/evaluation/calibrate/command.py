@@ -21,10 +21,10 @@ from tandemkv.cache_rank.calibration.format import (
     write_calibration,
 )
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
 from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
-from tandemkv.server.settings import EMBEDDED_MODEL
+from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from .corpus import Texts
@@ -76,7 +76,7 @@ def calibrate(request: Request) -> None:
 
     Without --text the reference that Python carries is read. The file is for this model only.
     """
-    from tandemkv.server.preflight import resolve_model
+    from tandemkv.server.checks.preflight import resolve_model
 
     console = Console(stderr=True, highlight=False)
     with console.status(f"looking for {request.model} ...") as shown:
@@ -95,7 +95,7 @@ def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
 
     Raises `CalibrationError` as `measure` does, or if the model's queries cannot be fitted.
     """
-    from tandemkv.cache_rank.protocol.fitted_queries import write_fitted_queries
+    from tandemkv.cache_rank.protocol.models.fitted_queries import write_fitted_queries
 
     from .look_ahead import QueryMeasurement
 

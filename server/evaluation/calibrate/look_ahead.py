@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tandemkv.cache_rank.calibration.format import CalibrationError
-from tandemkv.cache_rank.protocol.architectures import find_architecture
-from tandemkv.cache_rank.protocol.fitted_queries import fitted_layers, stream_of
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.architectures import find_architecture
+from tandemkv.cache_rank.protocol.models.fitted_queries import fitted_layers, stream_of
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 SKIPPED_TOKENS = 4
 """First tokens of a text, whose streams are like no others: attention gathers there."""

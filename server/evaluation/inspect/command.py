@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.options import RANK_FLAGS, ROW_FLAGS, with_flags
-from tandemkv.server.settings_sources import Sourced, load_settings
+from tandemkv.server.settings.flags import RANK_FLAGS, ROW_FLAGS, with_flags
+from tandemkv.server.settings.sources import Sourced, load_settings
 
 
 @with_flags((*RANK_FLAGS, *ROW_FLAGS))

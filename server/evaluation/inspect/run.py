@@ -11,11 +11,11 @@ import numpy as np
 
 from tandemkv.cache_rank.engine.selection_probe import selection_file
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import DETAIL_VARIABLE
+from tandemkv.cache_rank.protocol.settings.rank_settings import DETAIL_VARIABLE
+from tandemkv.server.checks.preflight import resolve_model
 from tandemkv.server.evaluation.quality.servers import tandem_server
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
-from tandemkv.server.preflight import resolve_model
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 from .page import make_page
 from .recording import Recording, read_recording

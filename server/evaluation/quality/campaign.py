@@ -15,16 +15,20 @@ import msgspec
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
-from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
-from tandemkv.server.devices import resolve_device
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSettings
+from tandemkv.server.checks.preflight import resolve_dtype, resolve_model
 from tandemkv.server.evaluation.corpus import built_in_corpus, read_corpus
 from tandemkv.server.evaluation.provenance import installed_versions, own_command
 from tandemkv.server.evaluation.tokenizing import Tokenizer, load_tokenizer
-from tandemkv.server.policy_options import split_option
-from tandemkv.server.preflight import resolve_dtype, resolve_model
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import Sourced, load_settings, read_assignments
+from tandemkv.server.plan.devices import resolve_device
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.policy_options import split_option
+from tandemkv.server.settings.sources import (
+    Sourced,
+    load_settings,
+    read_assignments,
+)
 
 from .configurations import Configuration, parse_budgets, plan
 from .prompts import Prompts

@@ -16,7 +16,7 @@ from tandemkv.cache_rank.policies.options import parse_option
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings import (
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
     SAMPLE_STEP,
     SelectionSettings,
     default_samples,

@@ -19,7 +19,7 @@ from tandemkv.server.evaluation.setting_name import (
     is_setting_name,
     setting_name,
 )
-from tandemkv.server.pages import on_device
+from tandemkv.server.plan.pages import on_device
 
 from .report_file import ReportFile, read_quality_report
 from .summary import Row, Score

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.token_count import read_token_count
+from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.evaluation.tokenizing import PromptStyle
 

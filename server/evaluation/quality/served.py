@@ -12,12 +12,12 @@ import msgspec
 
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.server.evaluation.grid import read_grid
 from tandemkv.server.evaluation.setting_name import describe_setting, setting_name
-from tandemkv.server.placement_choice import resolve_placement
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import Sourced, load_settings
+from tandemkv.server.plan.placement_choice import resolve_placement
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sources import Sourced, load_settings
 
 from .configurations import Configuration, Setting
 

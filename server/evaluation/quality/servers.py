@@ -20,13 +20,13 @@ from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import PROBE_VARIABLE
-from tandemkv.server.child_process import ChildProcess, ChildSpec
-from tandemkv.server.ports import choose_port
-from tandemkv.server.probes import fetch_status, server_state
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import to_yaml
-from tandemkv.server.sglang_command import SERVER, common_env, sglang_argv
+from tandemkv.cache_rank.protocol.settings.rank_settings import PROBE_VARIABLE
+from tandemkv.server.checks.ports import choose_port
+from tandemkv.server.launch.child_process import ChildProcess, ChildSpec
+from tandemkv.server.launch.probes import fetch_status, server_state
+from tandemkv.server.launch.sglang_command import SERVER, common_env, sglang_argv
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sources import to_yaml
 
 _HOST = "127.0.0.1"
 _TICK_S = 0.25

@@ -11,8 +11,8 @@ from tandemkv.cache_rank.engine.cache_engine import CacheEngine
 from tandemkv.cache_rank.engine.factory import create
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine import DenseLengths, EnginePools
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 LAYERS, HEADS, QUERY_HEADS, DIM, ROWS1, CONTEXT = 6, 2, 4, 16, 4, 256
 MODEL = ModelSpec(

@@ -21,8 +21,8 @@ from tandemkv.cache_rank.calibration.format import (
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 MODEL = ModelSpec(
     architecture="LlamaForCausalLM",

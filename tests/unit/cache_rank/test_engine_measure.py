@@ -16,8 +16,8 @@ from tandemkv.cache_rank.engine.cache_engine import CacheEngine
 from tandemkv.cache_rank.engine.measure import largest_load, prompt_lengths
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine import measure_selection
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.kernels.exchange import exchange_rows
 
 HEADS, QUERY_HEADS, DIM, CONTEXT = 2, 4, 16, 256

@@ -22,8 +22,8 @@ from tandemkv.cache_rank.policies.base import (
 from tandemkv.cache_rank.policies.mean_query import MeanQueryPolicy
 from tandemkv.cache_rank.policies.registry import find_policy, selection_values
 from tandemkv.cache_rank.protocol.engine import DenseLengths, EnginePools
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 HEADS, QUERY_HEADS, DIM, ROWS1, CONTEXT, BUDGET, RECENT, SINK = 2, 4, 16, 4, 256, 32, 16, 4
 EXACT, SPARSE = 0, 1  # the two layers

@@ -39,8 +39,8 @@ from tandemkv.cache_rank.policies.registry import (
     find_policy,
     resolve_selection,
 )
-from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 

@@ -17,9 +17,12 @@ from tandemkv.cache_rank.protocol.control import ControlServer
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.ipc import server_pid
-from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    RankSettings,
+    SelectionSettings,
+)
 from tandemkv.cache_rank.service.service import SharedEngineService
 
 

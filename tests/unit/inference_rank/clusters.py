@@ -12,7 +12,7 @@ from tandemkv.cache_rank.calibration.format import (
     SyncKVCalibration,
     write_calibration,
 )
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
 
 
 def write_clusters(model: Path, out: Path) -> Path:

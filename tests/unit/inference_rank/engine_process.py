@@ -24,7 +24,7 @@ def start_engine(run_dir: Path, model_dir: Path, settings: str, rank: int = 0) -
 
 def _serve(run_dir: Path, model_dir: Path, settings: str, rank: int) -> None:
     from tandemkv.cache_rank.process import run_cache_rank
-    from tandemkv.cache_rank.protocol.settings import RankSettings
+    from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
     os.environ["OMP_NUM_THREADS"] = "1"
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -12,7 +12,7 @@ import torch
 from shared_forward import Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.keys import (
@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.message.keys import (
     public_key,
 )
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
 

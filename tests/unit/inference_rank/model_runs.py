@@ -45,15 +45,19 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from tiny_models import LENGTHS, MODES, STEPS, prompts
 
 from tandemkv.cache_rank.engine import factory
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor, put_weights
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.models.predictor_weights import MappedPredictor, put_weights
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
-from tandemkv.inference_rank import hooks, runtime
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    RUN_DIR_VARIABLE,
+    SETTINGS_VARIABLE,
+)
+from tandemkv.inference_rank import runtime
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
-from tandemkv.inference_rank.sglang_contract import check_contract
+from tandemkv.inference_rank.sglang import hooks
+from tandemkv.inference_rank.sglang.contract import check_contract
 from tandemkv.inference_rank.start import local
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 _WARM = (hooks, local, factory, ModelConfig, registry)
 """Imported before the copies are made."""

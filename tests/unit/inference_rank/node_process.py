@@ -11,7 +11,7 @@ import os
 import sys
 
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
-from tandemkv.inference_rank import nodes
+from tandemkv.inference_rank.sglang import nodes
 
 
 def scheduler(code: int, goes_on: int) -> None:

@@ -19,8 +19,8 @@ from torch import nn
 
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine import DenseLengths, EnginePools, create_engine
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache import common
 
-from tandemkv.inference_rank.sglang_versions import OLDEST, VERSIONS, installed
+from tandemkv.inference_rank.sglang.versions import OLDEST, VERSIONS, installed
 
 _INSTALLED = installed() or OLDEST
 IS_NEW = _INSTALLED in VERSIONS[5:]

@@ -21,7 +21,7 @@ from sglang.srt.models import qwen2_moe
 from sglang.srt.models.minimax_m2 import MiniMaxM2QKRMSNorm
 from tiny_models import attend_by_definition
 
-from tandemkv.inference_rank import sglang_versions
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 _fused_topk = topk.fused_topk_native
 

@@ -18,11 +18,11 @@ from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.ipc import server_pid
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, layers_of_pool, pools_of
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes, layers_of_pool, pools_of
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, StepLostError

@@ -13,8 +13,8 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.scheduler import Scheduler
 
-from tandemkv.inference_rank import aborts
-from tandemkv.inference_rank.aborts import around_abort, around_abort_task
+from tandemkv.inference_rank.sglang import aborts
+from tandemkv.inference_rank.sglang.aborts import around_abort, around_abort_task
 
 
 class _Grammars:

@@ -15,10 +15,10 @@ from program_runs import Found, chosen, found_of, result, run_program
 from safetensors.torch import load_file
 from tiny_models import LENGTHS, MODELS, STEPS, Reference, prompts, write_model
 
-from tandemkv.cache_rank.protocol.architectures import ARCHITECTURES
-from tandemkv.cache_rank.protocol.model_spec import read_config, read_model_spec
+from tandemkv.cache_rank.protocol.models.architectures import ARCHITECTURES
+from tandemkv.cache_rank.protocol.models.model_spec import read_config, read_model_spec
+from tandemkv.server.checks.tensor_shapes import check_shapes
 from tandemkv.server.plan.shape import shape_of_config
-from tandemkv.server.tensor_shapes import check_shapes
 
 pytestmark = pytest.mark.timeout(600)
 

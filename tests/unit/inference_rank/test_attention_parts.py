@@ -16,9 +16,8 @@ from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.engine import WARM_UP_STEPS, DenseLengths
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.inference_rank import hooks
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.inference_rank.attention import graph_variants
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
@@ -27,6 +26,7 @@ from tandemkv.inference_rank.attention.resident_home import OwnSet
 from tandemkv.inference_rank.attention.resident_set import ResidentSet
 from tandemkv.inference_rank.links.layer_streams import LayerStreams
 from tandemkv.inference_rank.links.side_stream import SideStream
+from tandemkv.inference_rank.sglang import hooks
 from tandemkv.kernels import streams
 from tandemkv.kernels.step_flags import StepWait
 

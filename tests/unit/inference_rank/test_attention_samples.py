@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.inference_rank.attention.resident_attention import (
     AttendTable,
     PagedResident,

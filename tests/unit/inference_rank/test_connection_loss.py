@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, RegionSizes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import FlagIndex, RegionSizes
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.connection import SharedConnection

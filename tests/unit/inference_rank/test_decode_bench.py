@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_loader import loader
 
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.inference_rank import decode_bench
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tandemkv.inference_rank import shutdown
-from tandemkv.inference_rank.drain import Drain, DrainMiddleware
-from tandemkv.inference_rank.shutdown import Shutdown
+from tandemkv.inference_rank.sglang import shutdown
+from tandemkv.inference_rank.sglang.drain import Drain, DrainMiddleware
+from tandemkv.inference_rank.sglang.shutdown import Shutdown
 
 Messages = list[dict[str, Any]]
 

@@ -13,7 +13,7 @@ from edge_world import CHAT, COMPLETIONS, NATIVE, World, make_limits, make_world
 
 from tandemkv.cache_rank.policies.registry import POLICIES, find_policy, selection_values
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.inference_rank.edge.adapters import adapters_of
 from tandemkv.inference_rank.edge.limits import Adapters
 

@@ -14,11 +14,11 @@ from edge_world import ADMIN_KEY, API_KEY, COMPLETIONS, Behind, World, make_worl
 from starlette.types import Receive, Scope, Send
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.edge import install as install_module
 from tandemkv.inference_rank.edge.keys import Keys, Role
 from tandemkv.inference_rank.edge.routes import ROUTES
 from tandemkv.inference_rank.edge.settings import EDGE_VARIABLE, EdgeSettings, edge_settings
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 BEARER = {"authorization": f"Bearer {API_KEY}"}
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}

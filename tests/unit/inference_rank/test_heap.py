@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
-from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
-from tandemkv.inference_rank import heap, hooks, progress
-from tandemkv.inference_rank.heap import HeapTrimmer, find_trim
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    SETTINGS_VARIABLE,
+    RankSettings,
+)
+from tandemkv.inference_rank import progress
+from tandemkv.inference_rank.sglang import heap, hooks
+from tandemkv.inference_rank.sglang.heap import HeapTrimmer, find_trim
 
 INTERVAL_S = 10.0
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.inference_rank import http_routes
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.sglang import http_routes
 
 
 def collect(

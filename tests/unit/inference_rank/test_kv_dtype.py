@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.attention.pool import as_stored
 from tandemkv.inference_rank.start.local import check_kv_dtype
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 FP8 = RankSettings(cache=CacheSettings(kv_dtype="fp8_e4m3"))
 

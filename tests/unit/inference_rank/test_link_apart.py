@@ -13,8 +13,8 @@ from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.links.base import DecodeRows, StepLostError
 from tandemkv.inference_rank.links.shared import SharedLink
 

@@ -10,8 +10,12 @@ import msgspec
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.inference_rank.live_model import attention_of, check_live_attention, own_backend
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.inference_rank.sglang.live_model import (
+    attention_of,
+    check_live_attention,
+    own_backend,
+)
 
 SPEC = ModelSpec(
     architecture="GraniteForCausalLM",

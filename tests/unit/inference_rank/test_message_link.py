@@ -28,7 +28,7 @@ from tandemkv.cache_rank.protocol.message.keys import (
     make_keys,
 )
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.inference_rank.links.base import ExtendRow
 

@@ -27,11 +27,11 @@ from tiny_model import CONFIG, write_model
 from tandemkv.cache_rank.counters import Counters
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.message.keys import make_keys
-from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX, put_weights
+from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX, put_weights
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.pump import far_service, gpu_link, near_service
 from tandemkv.cache_rank.service import service
 from tandemkv.cache_rank.service.service import SharedEngineService

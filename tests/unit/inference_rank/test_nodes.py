@@ -18,8 +18,8 @@ import pytest
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.node_store import await_end, host_store
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.inference_rank import nodes
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+from tandemkv.inference_rank.sglang import nodes
 
 SCRIPT = Path(__file__).with_name("node_process.py")
 PATIENCE_S = 30.0

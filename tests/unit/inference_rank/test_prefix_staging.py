@@ -14,7 +14,7 @@ from flashinfer_without_a_gpu import HEADS, LAYERS, WIDTH, Serving, stand_in
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.inference_rank.attention import prefix_staging
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.graph_variants import PlanFence

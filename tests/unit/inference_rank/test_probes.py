@@ -14,7 +14,7 @@ from request_world import CONTEXT, DIM, HEADS, MODEL, RECENT, SINK, Request, Wor
 
 from tandemkv.cache_rank.engine.selection_probe import SelectionProbe, selection_file
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.server.evaluation.inspect.recording import read_recording
 

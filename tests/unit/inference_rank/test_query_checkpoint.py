@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tandemkv.cache_rank.protocol.errors import ContractError, UnsupportedModelError
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace, read_projection
-from tandemkv.inference_rank.query_checkpoint import QueryCheckpoint, checkpoint_of
+from tandemkv.inference_rank.weights.query_checkpoint import QueryCheckpoint, checkpoint_of
 
 HEADS, KV_HEADS, DIM, HIDDEN, LAYERS = 4, 2, 16, 96, 2
 ROWS = HEADS * DIM

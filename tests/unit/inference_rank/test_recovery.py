@@ -12,7 +12,7 @@ from scheduler_world import World
 
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT
 from tandemkv.inference_rank.resume.recovery import Recovery, State
-from tandemkv.inference_rank.sglang_versions import row_of
+from tandemkv.inference_rank.sglang.versions import row_of
 
 
 @pytest.fixture

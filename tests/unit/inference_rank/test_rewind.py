@@ -15,7 +15,7 @@ from tandemkv.inference_rank.resume.rewind import (
     recompute,
     rewind,
 )
-from tandemkv.inference_rank.sglang_versions import committed, row_of
+from tandemkv.inference_rank.sglang.versions import committed, row_of
 
 SAMPLING: dict[str, list[dict[str, Any]]] = {
     "greedy": [{}],

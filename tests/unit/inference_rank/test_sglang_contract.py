@@ -9,10 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
-from tandemkv.cache_rank.protocol.placement import Link, Placement
-from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
-from tandemkv.inference_rank import sglang_contract, sglang_versions
+from tandemkv.cache_rank.protocol.settings.placement import Link, Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    SETTINGS_VARIABLE,
+    RankSettings,
+)
 from tandemkv.inference_rank.process import check_server_args
+from tandemkv.inference_rank.sglang import contract as sglang_contract
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 
 def test_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +52,7 @@ def test_unapplied_hook_is_named() -> None:
 def test_every_hook_target_is_in_the_contract(
     monkeypatch: pytest.MonkeyPatch, placement: dict[str, object], version: str
 ) -> None:
-    from tandemkv.inference_rank.hooks import scheduler_hooks
+    from tandemkv.inference_rank.sglang.hooks import scheduler_hooks
 
     settings = RankSettings.model_validate({"placement": placement})
     monkeypatch.setenv(SETTINGS_VARIABLE, settings.model_dump_json())

@@ -18,8 +18,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank import sglang_contract, sglang_versions
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, FlashInferResident
+from tandemkv.inference_rank.sglang import contract as sglang_contract
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 CPU = torch.device("cpu")
 

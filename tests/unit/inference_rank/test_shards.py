@@ -12,7 +12,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
-from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.inference_rank.links.sharded import OpenedEpochs, ShardedConnection
 from tandemkv.inference_rank.links.signals import HostSignals

@@ -18,9 +18,9 @@ import torch
 from shared_forward import Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
-from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
+from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
+from tandemkv.cache_rank.protocol.memory.shared_region import is_pool
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.shared_region import is_pool
 from tandemkv.inference_rank.links.sharded import ShardedConnection
 
 pytestmark = pytest.mark.timeout(240)

@@ -19,10 +19,10 @@ import torch
 from shared_forward import LENGTHS, ROWS, Engines, Forward, settings_of
 from tiny_model import write_model
 
-from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow
 
 pytestmark = pytest.mark.timeout(240)

@@ -14,8 +14,8 @@ import torch
 
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.service.stream_signals import StreamSignals as EngineSide

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandemkv.inference_rank import single_process_group
-from tandemkv.inference_rank.single_process_group import NAME, SingleProcessGroup
+from tandemkv.inference_rank.sglang import single_process_group
+from tandemkv.inference_rank.sglang.single_process_group import NAME, SingleProcessGroup
 
 _ROWS = torch.arange(6.0).reshape(2, 3)
 

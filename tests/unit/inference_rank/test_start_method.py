@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import multiprocessing, threading, time
 from types import SimpleNamespace
-from tandemkv.inference_rank.start_method import choose_start_method
+from tandemkv.inference_rank.sglang.start_method import choose_start_method
 multiprocessing.set_start_method("spawn", force=True)
 if {has_thread}:
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()

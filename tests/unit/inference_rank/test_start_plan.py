@@ -12,8 +12,11 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import SelectionTime
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    RankSettings,
+    SelectionSettings,
+)
 from tandemkv.inference_rank.start import measurement as start_measurement
 from tandemkv.inference_rank.start.layer_time import LayerTime, measure_layer
 from tandemkv.inference_rank.start.measurement import StartMeasurement

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.inference_rank import hooks, teacher_forcing
 from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.sglang import hooks, teacher_forcing
 
 
 def request(forced: list[int] | None, *, prompt: int = 3, outputs: int = 0) -> Any:

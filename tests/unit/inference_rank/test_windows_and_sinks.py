@@ -15,14 +15,15 @@ from test_query_predictor import DIM, HEADS, HIDDEN, RMSNorm, RotaryEmbedding, m
 from tiny_models import attend_by_definition
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor, put_weights
-from tandemkv.inference_rank import hooks, sglang_versions
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.models.predictor_weights import MappedPredictor, put_weights
 from tandemkv.inference_rank.attention.native_sinks import attend_with_sinks
 from tandemkv.inference_rank.attention.pool import layers_of_pool, make_local_pool_class
 from tandemkv.inference_rank.attention.sinks import join_sinks
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace
+from tandemkv.inference_rank.sglang import hooks
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 

@@ -32,8 +32,8 @@ from two_hosts import (
 )
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError
+from tandemkv.cache_rank.protocol.memory.shared_region import seed_buffer
 from tandemkv.cache_rank.protocol.messages import RefreshRule
-from tandemkv.cache_rank.protocol.shared_region import seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.pump import contents
 from tandemkv.cache_rank.pump.contents import HEAD_BYTES, Contents

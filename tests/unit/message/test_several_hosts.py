@@ -19,8 +19,8 @@ from two_hosts import COLD, DECODE, EXTEND, MODEL, POLICIES, WAYS, End, Way, ste
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes
-from tandemkv.cache_rank.protocol.model_spec import part_of
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.models.model_spec import part_of
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.cache_rank.pump.contents import Contents
 from tandemkv.cache_rank.pump.near import NearReceiver

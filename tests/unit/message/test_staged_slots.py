@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.pump import near
 from tandemkv.cache_rank.pump.near import StagedSlots
 

@@ -8,13 +8,13 @@ import re
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.errors import ProtocolError
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.message.data_plane import TOKEN_BYTES
 from tandemkv.cache_rank.protocol.message.letters import CODEC, Meet
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.predictor_weights import (
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.predictor_weights import (
     most_bytes,
     num_positions,
     put_weights,

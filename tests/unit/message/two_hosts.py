@@ -17,11 +17,11 @@ from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, specs_by_life
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, part_of
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes, specs_by_life
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, part_of
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.pump.contents import Contents
 from tandemkv.cache_rank.pump.lanes import HostReceiveLane, HostSendLane, host_flag

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol import gpu_memory
+from tandemkv.cache_rank.protocol.memory import gpu_memory
 
 GRANULARITY = 1 << 16
 

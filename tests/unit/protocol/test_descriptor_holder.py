@@ -13,11 +13,11 @@ import pytest
 import torch
 from descriptors import open_descriptors
 
-from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder, ask_holder
-from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.errors import CacheRankError, CacheRankLostError
-from tandemkv.cache_rank.protocol.held_tensors import let_hold, take_held
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder, ask_holder
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
+from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 
 TOKEN = b"t" * 32
 

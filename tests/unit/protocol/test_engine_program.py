@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.placement import Link, Placement
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.settings.placement import Link, Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    RankSettings,
+    SelectionSettings,
+)
 
 
 def program_of(

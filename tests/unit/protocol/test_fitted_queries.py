@@ -10,13 +10,13 @@ import torch
 from msgspec import structs
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.fitted_queries import (
+from tandemkv.cache_rank.protocol.models.fitted_queries import (
     FittedQueries,
     fitted_layers,
     stream_of,
     write_fitted_queries,
 )
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 MODEL = ModelSpec(
     architecture="LlamaForCausalLM",

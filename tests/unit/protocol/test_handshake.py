@@ -19,7 +19,6 @@ from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     ProtocolError,
 )
-from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello, open_epoch
 from tandemkv.cache_rank.protocol.messages import (
     PROTOCOL_VERSION,
@@ -29,10 +28,14 @@ from tandemkv.cache_rank.protocol.messages import (
     Welcome,
     decode,
 )
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import (
+from tandemkv.cache_rank.protocol.settings.exchange_settings import (
+    CacheSettings,
+    ExchangeSettings,
+)
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
     RankSettings,
     SelectionSettings,
 )

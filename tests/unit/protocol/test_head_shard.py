@@ -11,15 +11,8 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError
 from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, part_for, part_of
-from tandemkv.cache_rank.protocol.predictor_weights import (
-    MappedPredictor,
-    put_weights,
-    weights_for,
-)
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.cache_rank.protocol.shared_region import (
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
     check_region,
     is_pool,
@@ -27,6 +20,13 @@ from tandemkv.cache_rank.protocol.shared_region import (
     pools_of,
     specs_by_life,
 )
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, part_for, part_of
+from tandemkv.cache_rank.protocol.models.predictor_weights import (
+    MappedPredictor,
+    put_weights,
+    weights_for,
+)
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
 MODEL = ModelSpec(

@@ -20,21 +20,24 @@ from tandemkv.cache_rank.policies.base import Policy, PolicyError
 from tandemkv.cache_rank.policies.composition import check_placement
 from tandemkv.cache_rank.policies.lfps import LfpsPolicy
 from tandemkv.cache_rank.policies.registry import selection_values
-from tandemkv.cache_rank.protocol import pinned_memory
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
-from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
-from tandemkv.cache_rank.protocol.placement import Placement, has_host_engine
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
-from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids
-from tandemkv.cache_rank.protocol.shared_region import (
+from tandemkv.cache_rank.protocol.memory import pinned_memory
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
+from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
     check_region,
     part_books,
     pools_of,
     specs_by_life,
+)
+from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.placement import Placement, has_host_engine
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    RankSettings,
+    SelectionSettings,
 )
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -25,7 +25,7 @@ from tandemkv.cache_rank.protocol.messages import (
     encode,
     hello_version,
 )
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 MODEL = ModelSpec(
     architecture="LlamaForCausalLM",

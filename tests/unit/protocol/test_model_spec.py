@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, model_hash, read_model_spec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, model_hash, read_model_spec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -4,9 +4,12 @@
 import pytest
 from pydantic import ValidationError
 
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
-from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.settings.placement import (
+    Placement,
+    lies_on_two_gpus,
+)
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 
 @pytest.mark.parametrize(("link", "processes", "maps"), [("local", 0, False), ("shared", 1, True)])

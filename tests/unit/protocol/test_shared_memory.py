@@ -14,23 +14,23 @@ import pytest
 import torch
 from descriptors import open_descriptors
 
-from tandemkv.cache_rank.protocol import host_memory
-from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
-from tandemkv.cache_rank.protocol.descriptor_socket import (
-    DescriptorListener,
-    offer_tensors,
-    send_tensors,
-    wait_for_hang_up,
-    withdraw_tensors,
-)
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
     HandshakeRefusedError,
     ProtocolError,
     SettingsError,
 )
-from tandemkv.cache_rank.protocol.host_memory import create_memory
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.memory import host_memory
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import (
+    DescriptorListener,
+    offer_tensors,
+    send_tensors,
+    wait_for_hang_up,
+    withdraw_tensors,
+)
+from tandemkv.cache_rank.protocol.memory.host_memory import create_memory
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import (
     NUM_ENTRIES,

@@ -14,16 +14,14 @@ import pytest
 import torch
 from fake_driver import GRANULARITY, FakeDriver
 
-from tandemkv.cache_rank.protocol import shared_devices
 from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, flag_specs
 from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello
 from tandemkv.cache_rank.protocol.head_shard import parts_of
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, part_of
-from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
-from tandemkv.cache_rank.protocol.shared_devices import (
+from tandemkv.cache_rank.protocol.memory import shared_devices
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.one_device import APART, ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.memory.shared_devices import (
     engine_homes,
     far_gpu,
     gpu_uuids,
@@ -31,12 +29,17 @@ from tandemkv.cache_rank.protocol.shared_devices import (
     one_gpu_homes,
     same_gpu,
 )
-from tandemkv.cache_rank.protocol.shared_region import (
+from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
     check_region,
     part_books,
     pools_of,
     specs_by_life,
+)
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, part_of
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    RankSettings,
+    SelectionSettings,
 )
 
 MODEL = ModelSpec(

@@ -22,9 +22,9 @@ from tandemkv.server.evaluation.quality.served import (
     differences,
     named,
 )
-from tandemkv.server.placement_choice import resolve_placement
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import Sourced, load_settings, to_yaml
+from tandemkv.server.plan.placement_choice import resolve_placement
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sources import Sourced, load_settings, to_yaml
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tandemkv.server.commands import app
+from tandemkv.server.cli.commands import app
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.commands import app
+from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation.quality.compare import compare, comparison_view
 
 ONES, HALF = [1.0] * 40, [1.0, 0.0] * 20

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.server.evaluation.corpus import Corpus
 from tandemkv.server.evaluation.quality import runner
 from tandemkv.server.evaluation.quality.campaign import Campaign, describe
@@ -29,7 +29,7 @@ from tandemkv.server.evaluation.quality.samples import Sample
 from tandemkv.server.evaluation.quality.servers import MeasurementError, NoAnswerError
 from tandemkv.server.evaluation.quality.tasks.base import TaskInputs
 from tandemkv.server.evaluation.quality.tasks.registry import find_tasks
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 TASKS = ["perplexity", "continuation", "niah_single"]
 SPEC = ModelSpec(

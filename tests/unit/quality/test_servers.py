@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tandemkv.server.child_process import ChildSpec
 from tandemkv.server.evaluation.quality import runner, servers
 from tandemkv.server.evaluation.quality.servers import MeasurementError, RunningServer, StoppedError
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import load_settings
+from tandemkv.server.launch.child_process import ChildSpec
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sources import load_settings
 
 SERVER = RunningServer("http://127.0.0.1:1", is_stock=True)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
-from tandemkv.server.child_process import ChildSpec
-from tandemkv.server.launch import CacheRankLaunch, Launcher, LaunchPlan
-from tandemkv.server.liveness import Pulse
-from tandemkv.server.probes import ServerState
-from tandemkv.server.supervision import LaunchError, RestartRules
+from tandemkv.server.launch.child_process import ChildSpec
+from tandemkv.server.launch.launcher import CacheRankLaunch, Launcher, LaunchPlan
+from tandemkv.server.launch.liveness import Pulse
+from tandemkv.server.launch.probes import ServerState
+from tandemkv.server.launch.supervision import LaunchError, RestartRules
 
 FAKE = Path(__file__).with_name("fake_rank.py")
 

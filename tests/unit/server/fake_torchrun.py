@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandemkv.server import cache_rank_launch, message_launch, torchrun
-from tandemkv.server.child_process import ChildSpec
-from tandemkv.server.launch import CacheRankLaunch
-from tandemkv.server.liveness import Pulse
+from tandemkv.server import torchrun
+from tandemkv.server.launch import cache_rank_launch, message_launch
+from tandemkv.server.launch.child_process import ChildSpec
+from tandemkv.server.launch.launcher import CacheRankLaunch
+from tandemkv.server.launch.liveness import Pulse
 
 FAKE = Path(__file__).with_name("fake_rank.py")
 root, cache_mode, *arguments = sys.argv[1:]
@@ -52,9 +53,9 @@ def fake_server() -> None:
     met = "pump.up" if "--cache-rank-address" in arguments else "cache.up"
     for name in (met, "sglang.up"):
         Path(root, name).unlink(missing_ok=True)
-    from tandemkv.server import serve
-    from tandemkv.server.preflight import ResolvedLaunch
-    from tandemkv.server.probes import ServerState
+    from tandemkv.server.checks.preflight import ResolvedLaunch
+    from tandemkv.server.launch import serve
+    from tandemkv.server.launch.probes import ServerState
 
     def resolve(settings: Any, *_: Any) -> ResolvedLaunch:
         placed = settings.model_copy(update={"placement": settings.placement_on("cpu", "test")})

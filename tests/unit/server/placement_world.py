@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
-from tandemkv.server.placement_choice import resolve_placement
-from tandemkv.server.settings import ServeSettings
+from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.server.plan.placement_choice import resolve_placement
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 SPEC = ModelSpec(
     architecture="Qwen3ForCausalLM",

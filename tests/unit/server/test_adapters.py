@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.adapters import check_adapters
-from tandemkv.server.sglang_args import check_sglang_args
+from tandemkv.server.checks.adapters import check_adapters
+from tandemkv.server.settings.sglang_args import check_sglang_args
 
 
 def write_adapter(folder: Path) -> Path:

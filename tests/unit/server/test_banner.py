@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tandemkv.cache_rank.protocol.placement import Placement
-from tandemkv.server.serve import banner
-from tandemkv.server.settings import ServeSettings
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.server.launch.serve import banner
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from tandemkv.cache_rank.calibration.format import CalibrationError, read_calibr
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.server.commands import app
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation.calibrate.attention import (
     AttentionRecorder,
     max_of_group,

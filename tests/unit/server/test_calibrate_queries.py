@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from tandemkv.cache_rank.calibration.format import CalibrationError
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.fitted_queries import FittedQueries
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
-from tandemkv.server.commands import app
+from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
+from tandemkv.server.checks.query_weights import check_fitted_queries
+from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation.calibrate.look_ahead import Moments, QueryMeasurement
 from tandemkv.server.evaluation.corpus import language_reference
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
-from tandemkv.server.query_weights import check_fitted_queries
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 
 def test_the_fit_finds_what_is_linear_and_counts_what_is_missed() -> None:

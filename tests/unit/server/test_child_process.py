@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tandemkv.server import child_process
-from tandemkv.server.child_process import ChildProcess, ChildSpec
-from tandemkv.server.log_writer import BoundedLog
+from tandemkv.server.launch import child_process
+from tandemkv.server.launch.child_process import ChildProcess, ChildSpec
+from tandemkv.server.launch.log_writer import BoundedLog
 
 BOUND = 8192
 TALKER = """

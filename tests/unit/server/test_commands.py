@@ -12,9 +12,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tandemkv.server import doctor
-from tandemkv.server.commands import app
-from tandemkv.server.options import COMMON, SERVE_FLAGS
+from tandemkv.server.cli import doctor
+from tandemkv.server.cli.commands import app
+from tandemkv.server.settings.flags import COMMON, SERVE_FLAGS
 
 RANK_OPTIONS = """
     --policy --budget-tokens --resident-factor --recent-tokens --sink-tokens --fetch-cap

@@ -19,9 +19,9 @@ from manifests import pod_of as pod
 from manifests import stateful_set_of as stateful_set
 from typer.testing import CliRunner
 
-from tandemkv.server.commands import app
-from tandemkv.server.settings_sources import load_settings
-from tandemkv.server.sglang_command import cache_rank_env
+from tandemkv.server.cli.commands import app
+from tandemkv.server.launch.sglang_command import cache_rank_env
+from tandemkv.server.settings.sources import load_settings
 
 DOCKERFILES = {
     name: (ROOT / "deploy" / name / "Dockerfile").read_text(encoding="utf-8")

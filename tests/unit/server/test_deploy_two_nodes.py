@@ -20,9 +20,9 @@ from manifests import (
 
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.message.keys import CACHE_RANK, INFERENCE_RANK
-from tandemkv.server.cache_rank_launch import INFERENCE_RANK_EXIT_S
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import load_settings
+from tandemkv.server.launch.cache_rank_launch import INFERENCE_RANK_EXIT_S
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sources import load_settings
 
 _ENDS = {TWO_NODES: INFERENCE_RANK, CACHE_RANK_POD: CACHE_RANK}
 """Whose key each pod has."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tandemkv.server import embedded_model
-from tandemkv.server.embedded_model import (
+from tandemkv.server.models import embedded_model
+from tandemkv.server.models.embedded_model import (
     DIRECTORY,
     MANIFEST,
     EmbeddedModelError,
@@ -24,7 +24,7 @@ WEIGHTS = b"weights" * 100
 
 
 class FakeConversion:
-    """Stands for tandemkv.server.gguf_conversion: fast, counted, and able to fail or be slow."""
+    """Stands for `gguf_conversion`: fast, counted, and able to fail or be slow."""
 
     def __init__(self, error: Exception | None = None, seconds: float = 0.0) -> None:
         self.calls = 0
@@ -51,7 +51,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, conversion: FakeConversion) -> FakeConversion:
-    monkeypatch.setitem(sys.modules, "tandemkv.server.gguf_conversion", conversion)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "tandemkv.server.models.gguf_conversion", conversion)  # type: ignore[arg-type]
     return conversion
 
 

@@ -13,18 +13,13 @@ from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
-from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
-from tandemkv.server.devices import (
-    as_pair,
-    cache_rank_device,
-    placed_alone,
-    resolve_device,
-)
-from tandemkv.server.placement_choice import resolve_placement
-from tandemkv.server.preflight import resolve_cache_rank, resolve_launch
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
+from tandemkv.cache_rank.protocol.memory.one_device import APART, ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
+from tandemkv.server.checks.preflight import resolve_cache_rank, resolve_launch
+from tandemkv.server.launch.sglang_command import cache_rank_env, sglang_argv, sglang_env
+from tandemkv.server.plan.devices import as_pair, cache_rank_device, placed_alone, resolve_device
+from tandemkv.server.plan.placement_choice import resolve_placement
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 
 @pytest.fixture

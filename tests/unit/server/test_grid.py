@@ -9,7 +9,7 @@ import pytest
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.server.evaluation.bench.configurations import from_grid
 from tandemkv.server.evaluation.grid import read_grid
 from tandemkv.server.evaluation.setting_name import (
@@ -17,7 +17,7 @@ from tandemkv.server.evaluation.setting_name import (
     is_setting_name,
     setting_name,
 )
-from tandemkv.server.pages import on_device
+from tandemkv.server.plan.pages import on_device
 
 
 def grid_of(tmp_path: Path, text: str, device: str = "cpu") -> dict[str, dict[str, object]]:

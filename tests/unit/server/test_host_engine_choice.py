@@ -11,11 +11,11 @@ from placement_world import SPEC, resolve
 from placement_world import gpus as gpus
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.one_device import HOST, ONE_DEVICE_VARIABLE
-from tandemkv.server import preflight
-from tandemkv.server.memory import estimate_memory
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.sglang_command import sglang_argv
+from tandemkv.cache_rank.protocol.memory.one_device import HOST, ONE_DEVICE_VARIABLE
+from tandemkv.server.checks import preflight
+from tandemkv.server.launch.sglang_command import sglang_argv
+from tandemkv.server.plan.memory import estimate_memory
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 LFPS = {"selection": {"policy": "lfps", "budget_tokens": 2048}}
 

@@ -10,12 +10,16 @@ import pytest
 from tiny_model import write_model
 from typer.testing import CliRunner
 
-from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
+from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE, RankSettings
-from tandemkv.server import inference_process
-from tandemkv.server.commands import app
-from tandemkv.server.supervision import LaunchError
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    RUN_DIR_VARIABLE,
+    SETTINGS_VARIABLE,
+    RankSettings,
+)
+from tandemkv.server.cli.commands import app
+from tandemkv.server.launch import inference_process
+from tandemkv.server.launch.supervision import LaunchError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,

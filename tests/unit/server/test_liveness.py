@@ -7,7 +7,7 @@ import time
 
 from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
-from tandemkv.server.liveness import Liveness, Pulse
+from tandemkv.server.launch.liveness import Liveness, Pulse
 
 PATIENCE_S = 10.0
 

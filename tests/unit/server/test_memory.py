@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.server.memory import CACHE_RANK_BYTES, MemoryEstimate, estimate_memory
-from tandemkv.server.settings import ServeSettings
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.server.plan.memory import CACHE_RANK_BYTES, MemoryEstimate, estimate_memory
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",

@@ -14,12 +14,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.server import message_launch
-from tandemkv.server.commands import app
-from tandemkv.server.message_launch import message_launches, with_own_link
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.cli.commands import app
+from tandemkv.server.launch import message_launch
+from tandemkv.server.launch.message_launch import message_launches, with_own_link
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 _ADDRESS = "tcp://127.0.0.1:7400"
 _MANY = ",".join(f"tcp://10.0.0.1:{port}" for port in range(7400, 7465))

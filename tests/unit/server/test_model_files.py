@@ -18,10 +18,10 @@ from tiny_model import CONFIG, shapes, write_model, write_safetensors, write_wei
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
-from tandemkv.cache_rank.protocol.model_spec import read_config, read_model_spec
-from tandemkv.server.commands import app
-from tandemkv.server.model_files import ModelFilesError, check_model_files
-from tandemkv.server.sglang_args import value_of
+from tandemkv.cache_rank.protocol.models.model_spec import read_config, read_model_spec
+from tandemkv.server.checks.model_files import ModelFilesError, check_model_files
+from tandemkv.server.cli.commands import app
+from tandemkv.server.settings.sglang_args import value_of
 
 INDEX = "model.safetensors.index.json"
 SECOND = "model-00002-of-00003.safetensors"

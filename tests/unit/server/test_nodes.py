@@ -18,13 +18,17 @@ from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import NODES_VARIABLE
-from tandemkv.server import nodes
-from tandemkv.server.cache_rank_launch import cache_rank_launches
-from tandemkv.server.nodes import check_meeting_place, interface_to_nodes, scheduler_state
-from tandemkv.server.preflight import resolve_launch
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.sglang_command import sglang_argv, sglang_env
+from tandemkv.cache_rank.protocol.settings.rank_settings import NODES_VARIABLE
+from tandemkv.server.checks.preflight import resolve_launch
+from tandemkv.server.launch import nodes
+from tandemkv.server.launch.cache_rank_launch import cache_rank_launches
+from tandemkv.server.launch.nodes import (
+    check_meeting_place,
+    interface_to_nodes,
+    scheduler_state,
+)
+from tandemkv.server.launch.sglang_command import sglang_argv, sglang_env
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 MET = {"nnodes": 2, "dist_init_addr": "127.0.0.1:7500", "tensor_parallel": 2}
 

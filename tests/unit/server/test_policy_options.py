@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from tandemkv.cache_rank.policies.registry import POLICIES, find_policy, options_of
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.commands import app
-from tandemkv.server.settings_sources import (
+from tandemkv.server.cli.commands import app
+from tandemkv.server.settings.sources import (
     Sourced,
     load_settings,
     read_assignments,

@@ -16,20 +16,22 @@ from tandemkv.cache_rank.calibration import resolve as resolve_module
 from tandemkv.cache_rank.calibration.resolve import Resolved
 from tandemkv.cache_rank.policies.base import HeadClusters, LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
-from tandemkv.cache_rank.protocol.model_spec import read_config, read_model_spec
+from tandemkv.cache_rank.protocol.models.model_spec import read_config, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.edge.settings import EdgeSettings
-from tandemkv.server import doctor, placement_choice, ports, preflight
-from tandemkv.server.devices import placed_alone
-from tandemkv.server.memory import RANK_BYTES, MemoryEstimate, estimate_memory
-from tandemkv.server.ports import choose_port, server_url
-from tandemkv.server.preflight import ResolvedLaunch, check_policy, resolve_launch
-from tandemkv.server.serve import make_plan
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import load_settings
-from tandemkv.server.sglang_args import check_sglang_args
-from tandemkv.server.speculation import check_speculation
+from tandemkv.server.checks import ports, preflight
+from tandemkv.server.checks.ports import choose_port, server_url
+from tandemkv.server.checks.preflight import ResolvedLaunch, check_policy, resolve_launch
+from tandemkv.server.checks.speculation import check_speculation
+from tandemkv.server.cli import doctor
+from tandemkv.server.launch.serve import make_plan
+from tandemkv.server.plan import placement_choice
+from tandemkv.server.plan.devices import placed_alone
+from tandemkv.server.plan.memory import RANK_BYTES, MemoryEstimate, estimate_memory
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sglang_args import check_sglang_args
+from tandemkv.server.settings.sources import load_settings
 
 
 @pytest.fixture

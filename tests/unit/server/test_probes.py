@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandemkv.server import probes
+from tandemkv.server.launch import probes
 
 
 @pytest.mark.parametrize(

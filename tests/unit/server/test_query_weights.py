@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
-from tandemkv.cache_rank.protocol.weight_formats import format_of, read_weight_format
-from tandemkv.server.memory import estimate_memory
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.models.weight_formats import format_of, read_weight_format
+from tandemkv.server.checks.preflight import ResolvedLaunch, resolve_launch
 from tandemkv.server.plan.footprint import memory_of
+from tandemkv.server.plan.memory import estimate_memory
 from tandemkv.server.plan.placement import Placement, PlacementKind
 from tandemkv.server.plan.shape import find_shape
 from tandemkv.server.plan.workload import Workload
-from tandemkv.server.preflight import ResolvedLaunch, resolve_launch
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 UNKNOWN = {"quant_method": "mxfp8"}

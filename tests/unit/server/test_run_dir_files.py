@@ -14,22 +14,22 @@ import pytest
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsError
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
-from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.server.cache_rank_launch import (
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.server.checks.preflight import ResolvedLaunch
+from tandemkv.server.launch.cache_rank_launch import (
     SETTINGS_FILE,
     cache_rank_pulse,
     clean_run_dir,
 )
-from tandemkv.server.liveness import Pulse
-from tandemkv.server.preflight import ResolvedLaunch
-from tandemkv.server.serve import (
+from tandemkv.server.launch.liveness import Pulse
+from tandemkv.server.launch.serve import (
     METRICS_VARIABLE,
     make_plan,
     prepare_run_dir,
     sglang_folders,
 )
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 
 @pytest.fixture

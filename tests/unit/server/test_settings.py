@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.server.devices import resolve_device
-from tandemkv.server.options import RANK_FLAGS, SERVE_FLAGS
-from tandemkv.server.settings import ServeSettings, is_loopback
-from tandemkv.server.settings_sources import (
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+from tandemkv.server.plan.devices import resolve_device
+from tandemkv.server.settings.flags import RANK_FLAGS, SERVE_FLAGS
+from tandemkv.server.settings.launch_settings import ServeSettings, is_loopback
+from tandemkv.server.settings.sources import (
     Sourced,
     load_settings,
     setting_fields,

@@ -11,7 +11,7 @@ from placement_world import gpus as gpus
 from placement_world import resolve
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
 
 
 def test_cache_ranks_share_the_heads_of_one_rank_on_a_cpu(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
-from tandemkv.cache_rank.protocol.placement import Placement
-from tandemkv.server.shared_gpus import check_shared_gpus
+from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.server.checks.shared_gpus import check_shared_gpus
 
 
 def _placement(**more: Any) -> Placement:

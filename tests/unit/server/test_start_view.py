@@ -7,7 +7,7 @@ import io
 
 from rich.console import Console
 
-from tandemkv.server.start_view import start_view
+from tandemkv.server.cli.start_view import start_view
 
 VALUES = {
     "plan_refresh_steps": 2.0,

@@ -7,7 +7,7 @@ import io
 
 from rich.console import Console
 
-from tandemkv.server.status_view import status_table
+from tandemkv.server.cli.status_view import status_table
 
 
 def shown(values: dict[str, float], *, styles: bool = False, **info: str) -> str:

@@ -15,8 +15,8 @@ from torchrun_processes import PATIENCE_S, Launched, launched_processes
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.server.cache_rank_launch import SETTINGS_FILE, SplitLaunch
-from tandemkv.server.supervision import LaunchError
+from tandemkv.server.launch.cache_rank_launch import SETTINGS_FILE, SplitLaunch
+from tandemkv.server.launch.supervision import LaunchError
 from tandemkv.server.torchrun import app, await_settings, cache_rank_plan
 
 

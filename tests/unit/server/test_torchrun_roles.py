@@ -15,10 +15,9 @@ import pytest
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.node_store import host_store
-from tandemkv.server.nodes import AGENT_STORE_VARIABLE
-from tandemkv.server.ports import choose_port
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.torchrun_roles import (
+from tandemkv.server.checks.ports import choose_port
+from tandemkv.server.launch.nodes import AGENT_STORE_VARIABLE
+from tandemkv.server.launch.torchrun_roles import (
     SHUTDOWN_VARIABLE,
     Role,
     Worker,
@@ -30,6 +29,7 @@ from tandemkv.server.torchrun_roles import (
     nodes_of,
     open_cache_ranks,
 )
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 # What torchrun of torch 2.13 sets, of two processes of one node.
 ENVIRONMENT = {

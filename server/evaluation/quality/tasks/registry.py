@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.token_count import read_token_count
+from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.evaluation.quality.samples import Sample
 
 from .base import Task, TaskInputs

@@ -14,7 +14,7 @@ from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.evaluation.bench.cache_rank import cache_rank_beside
 from tandemkv.server.evaluation.bench.configurations import BUILT_IN, Configuration
-from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 
 def settings_of(model_dir: Path, **more: Any) -> ServeSettings:

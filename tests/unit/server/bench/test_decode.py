@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
-from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
+from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.settings.rank_settings import (
+    SETTINGS_VARIABLE,
+    RankSettings,
+)
 from tandemkv.server.evaluation.bench import decode, decode_steps
 from tandemkv.server.evaluation.bench.configurations import (
     BUILT_IN,
@@ -29,9 +32,9 @@ from tandemkv.server.evaluation.bench.configurations import (
 from tandemkv.server.evaluation.bench.decode import DecodeRun, check_sglang, run_decode
 from tandemkv.server.evaluation.bench.decode_steps import Measured, Point, decode_steps_argv
 from tandemkv.server.evaluation.spread import Spread
+from tandemkv.server.launch.sglang_command import sglang_argv
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
-from tandemkv.server.settings import ServeSettings
-from tandemkv.server.sglang_command import sglang_argv
+from tandemkv.server.settings.launch_settings import ServeSettings
 
 # Writes what the driver writes; a configuration says by its environment how it ends.
 FAKE_DRIVER = """

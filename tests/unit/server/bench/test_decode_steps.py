@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSettings
 from tandemkv.server.evaluation.bench import decode, decode_steps
 from tandemkv.server.evaluation.bench.configurations import BUILT_IN, Configuration
 from tandemkv.server.evaluation.bench.decode import DecodeRun, decode_rows, run_decode

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tandemkv.server.commands import app
+from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation.bench import kernels
 from tandemkv.server.evaluation.bench.report import BenchError, Row
 from tandemkv.server.evaluation.spread import Spread

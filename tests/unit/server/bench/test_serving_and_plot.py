@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.commands import app
+from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation import provenance
 from tandemkv.server.evaluation.bench import command as bench_command
 from tandemkv.server.evaluation.bench.command import parse_points

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.server.commands import app
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.server.cli.commands import app
 from tandemkv.server.plan import command
 from tandemkv.server.plan.choose import (
     break_even_batch_tokens,
@@ -33,7 +33,7 @@ from tandemkv.server.plan.footprint import GIB, USABLE_FRACTION, index_bytes, me
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 from tandemkv.server.plan.workload import Workload
-from tandemkv.server.settings_sources import Sourced, load_settings
+from tandemkv.server.settings.sources import Sourced, load_settings
 
 QWEN = BUILT_IN_SHAPES["qwen3-8b"]
 LOAD = Workload.from_selection(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.server.plan.cost import (
     CostConstants,
     attention_us,

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.mirror import make_mirror_scratch
 from tandemkv.kernels.select import make_select_scratch
 from tandemkv.server.plan.footprint import (

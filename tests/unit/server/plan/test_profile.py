@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from timings import A100, MachineOf, profile_of
 from typer.testing import CliRunner
 
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.server.commands import app
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.server.cli.commands import app
 from tandemkv.server.plan import constants as constants_module
 from tandemkv.server.plan.choose import break_even_tokens, choose_placement
 from tandemkv.server.plan.constants import constants_here, measure_here

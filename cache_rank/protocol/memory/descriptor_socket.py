@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hands descriptors of mapped tensors from one rank to the other, and tells when a rank is gone.
+
+A Unix socket in the private run directory. The inference rank connects, proves that it knows the
+token, and sends its tensors; the cache rank answers with its own, or with the reason why not. Then
+the connection stays open without traffic: the kernel closes it when either process ends, however
+it ends, so that the other learns of it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import select
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankLostError,
+    HandshakeRefusedError,
+    ProtocolError,
+)
+from tandemkv.cache_rank.protocol.fault_points import reach
+
+from .descriptor_messages import (
+    TensorsMessage,
+    TensorSpec,
+    close_all,
+    connected,
+    listening,
+    receive_descriptors,
+    send_descriptors,
+)
+from .mapped_tensors import Homes, MappedTensors
+
+_WITHDRAW_S = 1.0
+
+
+class DescriptorListener:
+    """The cache rank's end: waits for one inference rank at a time.
+
+    Its socket is made at `path`, in the run directory; a file that a dead process left goes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._socket = listening(path, backlog=1)
+
+    def accept(
+        self, homes: Homes | None = None, *, token: bytes, epoch: int, timeout_s: float
+    ) -> tuple[socket.socket, MappedTensors]:
+        """Return the connection to the inference rank of `epoch`, and its tensors, mapped.
+
+        `homes` as of `MappedTensors`.
+
+        Raises
+        ------
+        CacheRankLostError
+            If none comes in time, or it says that it will not.
+        ProtocolError
+            If what comes is not as agreed; others in the meantime are turned away.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            connection = self._accept_one(deadline)
+            try:
+                message, descriptors = receive_descriptors(connection, deadline)
+                if not hmac.compare_digest(message.token, token) or message.epoch != epoch:
+                    close_all(descriptors)
+                    connection.close()
+                    continue
+                if message.error:
+                    raise CacheRankLostError(message.error)
+                reach("memory.accept")
+                return connection, attach_all(message.specs, descriptors, homes)
+            except BaseException:
+                connection.close()
+                raise
+
+    def close(self) -> None:
+        """Close and remove the socket. Idempotent."""
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _accept_one(self, deadline: float) -> socket.socket:
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            return self._socket.accept()[0]
+        except TimeoutError as error:
+            raise CacheRankLostError(
+                "the inference rank did not send its memory in time"
+            ) from error
+
+
+def offer_tensors(
+    path: Path, tensors: Sequence[MappedTensors], *, token: bytes, epoch: int, timeout_s: float
+) -> tuple[socket.socket, MappedTensors]:
+    """Hand `tensors` to the cache rank that listens at `path`.
+
+    Returns
+    -------
+    connection : socket.socket
+        Stays open for the life of the epoch; `wait_for_hang_up` watches it.
+    theirs : MappedTensors
+        What the cache rank made, for us to hold: it outlives the cache rank with us.
+
+    Raises
+    ------
+    HandshakeRefusedError
+        If the cache rank cannot use them, with its reason.
+    CacheRankLostError
+        If it is gone, or does not answer within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        connection = connected(path, timeout_s)
+        try:
+            reach("memory.offer")
+            send_tensors(connection, *tensors, token=token, epoch=epoch)
+            message, descriptors = receive_descriptors(connection, deadline)
+            if message.error:
+                close_all(descriptors)
+                raise HandshakeRefusedError("memory", message.error)
+            return connection, attach_all(message.specs, descriptors, tensors[0].homes)
+        except BaseException:
+            connection.close()
+            raise
+    except OSError as error:
+        raise CacheRankLostError(
+            f"{path}: the cache rank does not take the memory: {error}"
+        ) from error
+
+
+def withdraw_tensors(path: Path, *, token: bytes, epoch: int, reason: str) -> None:
+    """Have a cache rank that waits at `path` for the tensors of `epoch` wait no longer.
+
+    One that does not wait for those, or is gone, takes no notice.
+    """
+    with contextlib.suppress(OSError), connected(path, _WITHDRAW_S) as connection:
+        send_tensors(connection, token=token, epoch=epoch, error=reason)
+
+
+def send_tensors(
+    connection: socket.socket,
+    *tensors: MappedTensors,
+    token: bytes = b"",
+    epoch: int = 0,
+    error: str = "",
+    group: str = "",
+) -> None:
+    """Send tensors, or the reason why there are none."""
+    message = TensorsMessage(
+        token=token,
+        epoch=epoch,
+        error=error[:4096],
+        specs=tuple(spec for each in tensors for spec in each.specs),
+        group=group,
+    )
+    send_descriptors(connection, message, [each for some in tensors for each in some.descriptors])
+
+
+def wait_for_hang_up(connection: socket.socket, wake: socket.socket) -> bool:
+    """Block until the other process has ended (True), or `wake` becomes readable (False)."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+    poll.register(wake, select.POLLIN | select.POLLHUP)
+    found = dict(poll.poll())
+    return wake.fileno() not in found
+
+
+def attach_all(
+    specs: Sequence[TensorSpec], descriptors: Sequence[int], homes: Homes | None
+) -> MappedTensors:
+    """Map the tensors of a message; the descriptors are ours from then on, even on an error.
+
+    Raises `ProtocolError` if they are not as the message says.
+    """
+    left = list(descriptors)
+    tensors = MappedTensors(homes)
+    try:
+        if len(specs) != len(left):
+            raise ProtocolError(f"{len(left)} descriptors came for {len(specs)} tensors")
+        for spec in specs:
+            tensors.attach(spec, left.pop(0))
+    except BaseException:
+        close_all(left)
+        tensors.close()
+        raise
+    return tensors

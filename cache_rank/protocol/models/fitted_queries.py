@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fitted projections: what predicts a layer's query from an earlier residual stream, beside W_q.
+
+A safetensors file of one model and one distance, made by ``tandemkv calibrate --policy look_ahead``
+(`tandemkv.server.evaluation.calibrate.look_ahead` says how). For each layer l that attends to the
+whole context, but the first, it has ``layers.{l}.weight`` ``[Hq * D, hidden_size]`` and
+``layers.{l}.bias`` ``[Hq * D]``: before its norm and its rotation the query of layer l is about
+``W norm_l(h_m) + b``, h_m being the residual stream at the entry of layer `stream_of`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+
+from .model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+FORMAT, VERSION = "tandemkv-fitted-queries", "1"
+_SHAPE = ("architecture", "num_layers", "num_qo_heads", "head_dim", "hidden_size")
+
+
+def stream_of(layer: int, distance: int) -> int:
+    """Return at the entry of which layer the residual stream is read for the query of `layer`."""
+    return max(0, layer - distance)
+
+
+def fitted_layers(model: ModelSpec) -> list[int]:
+    """Layers with a projection: those that something is selected for, but the first."""
+    return [x for x in range(1, model.num_layers) if x not in model.other_layers]
+
+
+class FittedQueries:
+    """The projections in a file; nothing but its header is read before they are asked for.
+
+    Parameters
+    ----------
+    path : Path
+        A file of `write_fitted_queries`.
+    model : ModelSpec
+        That is served; under tensor parallelism the whole one.
+    distance : int
+        Layers between the stream that is read and the query.
+    num_late : int
+        First layers that are predicted from the stream at their own entry: W_q is exact there.
+
+    Raises
+    ------
+    SettingsError
+        If it is no such file, or of another model or distance.
+    """
+
+    def __init__(self, path: Path, model: ModelSpec, distance: int, num_late: int = 0) -> None:
+        self._path, self._rows = path, model.num_qo_heads * model.head_dim
+        self._layers = {x for x in fitted_layers(model) if x >= num_late}
+        about, shapes = self._header()
+        wanted = _about(model, distance)
+        for name in ("format", "version", *_SHAPE, "distance"):
+            if about.get(name) != wanted[name]:
+                raise SettingsError(
+                    f"predictor={path}: {name} is {about.get(name, 'not told')}, and "
+                    f"{wanted[name]} is served; make one with `tandemkv calibrate MODEL --policy "
+                    f"look_ahead --distance {distance} --out FILE`"
+                )
+        if about.get("model_hash") != model.model_hash:
+            logger.warning("predictor=%s was fitted to other weights of this shape", path)
+        for layer in fitted_layers(model):
+            for part, shape in (
+                ("weight", (self._rows, model.hidden_size)),
+                ("bias", (self._rows,)),
+            ):
+                found = shapes.get(f"layers.{layer}.{part}")
+                if found != shape:
+                    raise SettingsError(
+                        f"predictor={path}: layers.{layer}.{part} is {found}, not {shape}; make "
+                        "the file again"
+                    )
+
+    @classmethod
+    def of(cls, selection: SelectionSettings, model: ModelSpec) -> Self | None:
+        """Return the file that `selection` names, None if it names none; raises as the class."""
+        declared = selection.declared
+        if not declared.predictor:
+            return None
+        path = Path(declared.predictor).expanduser()
+        return cls(path, model, declared.layers_ahead, selection.num_late)
+
+    @property
+    def num_query_rows(self) -> int:
+        """Rows of a projection: all query heads of the model."""
+        return self._rows
+
+    def layer(
+        self, layer: int, rows: range, *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the rows of a layer's weight and bias; None where W_q is to be taken."""
+        if layer not in self._layers:
+            return None
+        with safe_open(self._path, framework="pt") as file:
+            parts = (file.get_slice(f"layers.{layer}.{part}") for part in ("weight", "bias"))
+            weight, bias = (part[rows.start : rows.stop].to(device, dtype) for part in parts)
+        return weight, bias
+
+    def _header(self) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                names = file.keys()
+                return dict(file.metadata() or {}), {
+                    name: tuple(file.get_slice(name).get_shape()) for name in names
+                }
+        except (OSError, SafetensorError) as error:
+            raise SettingsError(
+                f"predictor={self._path}: cannot be read ({error}); make it with `tandemkv "
+                "calibrate MODEL --policy look_ahead --out FILE`"
+            ) from error
+
+
+def write_fitted_queries(
+    path: Path,
+    model: ModelSpec,
+    distance: int,
+    layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    about: Mapping[str, str],
+) -> None:
+    """Write weight and bias of each layer; `about` is noted beside what the file is of.
+
+    Raises `SettingsError` if a file cannot be written there.
+    """
+    tensors = {
+        f"layers.{layer}.{part}": tensor.contiguous()
+        for layer, found in layers.items()
+        for part, tensor in zip(("weight", "bias"), found, strict=True)
+    }
+    try:
+        save_file(tensors, path, metadata={**about, **_about(model, distance)})
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"out={path}: cannot be written ({error})") from error
+
+
+def _about(model: ModelSpec, distance: int) -> dict[str, str]:
+    shape = {name: str(getattr(model, name)) for name in _SHAPE}
+    return {
+        "format": FORMAT, "version": VERSION, "model_hash": model.model_hash, **shape,
+        "distance": str(distance),
+    }  # fmt: skip

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of a model as both ranks must see it, read from its directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
+
+from .architectures import Architecture, find_architecture
+from .attention_config import check_attention, linear_layers, softmax_scale, windowed_layers
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Context = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+Scale = Annotated[float, msgspec.Meta(gt=0, le=1024)]
+Layer = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+Layers = Annotated[tuple[Layer, ...], msgspec.Meta(max_length=1 << 12)]
+
+_HASHED_BYTES = 1 << 20
+
+
+class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Shape and identity of a model.
+
+    `max_context` is in tokens; `dtype` is the torch name of the dtype that the model computes in,
+    e.g. ``float32``; `kv_dtype` that of K and V in the pool and in resident sets, None for the
+    same; `softmax_scale` is None where it is ``1 / sqrt(head_dim)``; `windowed_layers` attend to a
+    sliding window, by SGLang's own backend; `linear_layers` have a state in place of K and V.
+    """
+
+    architecture: Text
+    num_layers: Count
+    num_qo_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    hidden_size: Count
+    max_context: Context
+    dtype: Text
+    model_hash: Text
+    softmax_scale: Scale | None = None
+    kv_dtype: Text | None = None
+    windowed_layers: Layers = ()
+    linear_layers: Layers = ()
+
+    @property
+    def other_layers(self) -> tuple[int, ...]:
+        """Layers that do not attend to the whole context: SGLang's, and nothing is selected."""
+        return (*self.windowed_layers, *self.linear_layers)
+
+    @property
+    def stored_dtype(self) -> str:
+        """Torch name of the dtype of K and V, where they are kept."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def gqa_group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale of the attention logits."""
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        return 1.0 / math.sqrt(self.head_dim)
+
+
+def shard_of(model: ModelSpec, num_ranks: int) -> ModelSpec:
+    """Return the shape of what each of `num_ranks` tensor-parallel ranks has of `model`.
+
+    Query heads are divided; so are KV heads, of which each rank has one if there are fewer.
+    """
+    return msgspec.structs.replace(
+        model,
+        num_qo_heads=model.num_qo_heads // num_ranks,
+        num_kv_heads=max(1, model.num_kv_heads // num_ranks),
+    )
+
+
+def part_of(model: ModelSpec, shard: HeadShard) -> ModelSpec:
+    """Return the shape of `shard` of an inference rank's `model`; query heads go with KV heads."""
+    return msgspec.structs.replace(
+        model,
+        num_qo_heads=shard.part(model.num_qo_heads),
+        num_kv_heads=shard.part(model.num_kv_heads),
+    )
+
+
+def part_for(
+    whole: ModelSpec, *, tp_size: int, head_shards: int, rank: int
+) -> tuple[ModelSpec, HeadShard]:
+    """Return what cache rank `rank` has of `whole`, and which heads of its inference rank they are.
+
+    Each of `tp_size` inference ranks has `head_shards` cache ranks. Raises `SettingsError` if there
+    are fewer KV heads.
+    """
+    model = shard_of(whole, tp_size)
+    if head_shards > model.num_kv_heads:
+        raise SettingsError(
+            f"cache_ranks: {head_shards} share {model.num_kv_heads} KV heads, and each needs one"
+        )
+    shard = HeadShard(rank % head_shards, head_shards, model.num_kv_heads)
+    return part_of(model, shard), shard
+
+
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+FP8_KV = "float8_e4m3fn"
+
+
+def model_as_claimed(ours: ModelSpec, claimed: ModelSpec) -> ModelSpec:
+    """Return our model with the dtype and context that the inference rank was given.
+
+    Raises `ProtocolError` if the dtype is none that is served.
+    """
+    if claimed.dtype not in COMPUTE_DTYPES:
+        raise ProtocolError(f"dtype={claimed.dtype} must be one of {', '.join(COMPUTE_DTYPES)}")
+    return msgspec.structs.replace(ours, dtype=claimed.dtype, max_context=claimed.max_context)
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """Return ``config.json`` of a model directory.
+
+    Raises `UnsupportedModelError` if there is no readable ``config.json``.
+    """
+    path = model_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedModelError(
+            f"model={model_dir}: no readable config.json ({error}); give a model directory "
+            "in Hugging Face layout, or `smollm2`"
+        ) from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"model={model_dir}: config.json is not an object")
+    return config
+
+
+def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
+    """Return the entry of the architecture that a ``config.json`` names.
+
+    Raises `UnsupportedModelError`, with the reason, if it is not supported.
+    """
+    named = config.get("architectures")
+    return find_architecture(str(named[0]) if isinstance(named, list) and named else "unknown")
+
+
+def read_model_spec(
+    model_dir: Path, *, dtype: str, kv_dtype: str | None = None, max_context: int | None = None
+) -> ModelSpec:
+    """Read and check the shape of the model in `model_dir`.
+
+    Parameters
+    ----------
+    model_dir : Path
+        Directory with ``config.json`` and safetensors.
+    dtype : str
+        Torch name of the dtype that the model computes in.
+    kv_dtype : str, optional
+        That of K and V, if it is another one.
+    max_context : int, optional
+        Longest request in tokens; the model's own limit if not given.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the attention is not plain grouped-query attention over the whole context.
+    """
+    config = read_config(model_dir)
+    entry = architecture_of_config(config)
+    check_attention(config, entry, name=model_dir.name)
+    try:
+        spec = _spec_of(config, entry, model_dir, dtype=dtype, max_context=max_context)
+        spec = msgspec.structs.replace(spec, kv_dtype=None if kv_dtype == dtype else kv_dtype)
+        msgspec.convert(msgspec.structs.astuple(spec), ModelSpec)  # what a message may carry
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise UnsupportedModelError(
+            f"model={model_dir}: config.json lacks or garbles a field of the attention's shape "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if spec.num_qo_heads % spec.num_kv_heads:
+        raise UnsupportedModelError(
+            f"model={model_dir}: num_attention_heads={spec.num_qo_heads} must be a multiple of "
+            f"num_key_value_heads={spec.num_kv_heads}"
+        )
+    return spec
+
+
+def _spec_of(
+    config: Mapping[str, Any], entry: Architecture, model_dir: Path, *, dtype: str,
+    max_context: int | None,
+) -> ModelSpec:  # fmt: skip
+    heads = int(config["num_attention_heads"])
+    return ModelSpec(
+        architecture=entry.name,
+        num_layers=int(config["num_hidden_layers"]),
+        num_qo_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        hidden_size=int(config["hidden_size"]),
+        max_context=max_context or int(config["max_position_embeddings"]),
+        dtype=dtype,
+        model_hash=model_hash(model_dir),
+        softmax_scale=softmax_scale(config, entry),
+        windowed_layers=windowed_layers(config, entry),
+        linear_layers=linear_layers(config, entry),
+    )
+
+
+def model_hash(model_dir: Path) -> str:
+    """Hash of the model's identity: configuration, and head and tail of each weight file.
+
+    Not a checksum of every weight (16 GB would delay each start by many seconds); it tells two
+    models apart, and two versions of one whose file sizes, headers or last MiB differ. Raises
+    `UnsupportedModelError` if a file cannot be read, a link to a missing file for example.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in [model_dir / "config.json", *sorted(model_dir.glob("*.safetensors"))]:
+        try:
+            _add_to_hash(digest, path)
+        except OSError as error:
+            raise UnsupportedModelError(
+                f"{path}: cannot be read ({error.strerror}); finish the copy or download of the "
+                "model, or correct the file's permissions"
+            ) from error
+    return digest.hexdigest()
+
+
+def _add_to_hash(digest: hashlib.blake2b, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name}:{size};".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(_HASHED_BYTES))
+        if size > _HASHED_BYTES:
+            file.seek(max(_HASHED_BYTES, size - _HASHED_BYTES))
+            digest.update(file.read(_HASHED_BYTES))

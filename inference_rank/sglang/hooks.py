@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every place where the plugin reaches into SGLang: one table, one small function each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from tandemkv.cache_rank.protocol.fault_points import reach
+from tandemkv.cache_rank.protocol.models.attention_config import windowed_layers
+from tandemkv.cache_rank.protocol.models.model_spec import architecture_of_config, read_config
+from tandemkv.cache_rank.protocol.node_store import meeting_place
+from tandemkv.inference_rank import progress
+from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.attention import graph_variants
+from tandemkv.inference_rank.resume import hooks as resume_hooks
+
+from . import aborts, nodes, single_process_group, teacher_forcing
+from . import versions as sglang_versions
+
+Hook = tuple[str, Callable[..., Any], HookType]
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_BUILD_POOLS = f"{_CONFIGURATOR}._build_token_to_kv_pool"
+_BUILD_POOL = f"{_CONFIGURATOR}._build_mha_kv_pool"
+_BUILD_HYBRID_POOL = f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool"
+_CELL_SIZE = (
+    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+)
+_RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
+_NEW_GROUP = "torch.distributed.new_group"
+_MONITORED_BARRIER = "torch.distributed.monitored_barrier"
+_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention"
+_OTHER_NODE = "sglang.srt.entrypoints.engine.launch_dummy_health_check_server"
+_THREADS = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
+_LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
+_SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
+_ABORT_TASK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task"
+_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+_FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
+
+
+_num_rows = 0
+"""Rows of SGLang's request table, noted before the pool is built."""
+_req_to_token_pool: Any = None
+
+
+def register_backend(name: str) -> None:
+    """Make ``--attention-backend tandemkv`` known to SGLang."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+
+    if name not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([name])
+
+    @register_attention_backend(name)
+    def _create(runner: Any) -> Any:
+        from tandemkv.inference_rank.process import start
+
+        start(runner, [target for target, _, _ in scheduler_hooks(name)])
+        from tandemkv.inference_rank.start.local import create_backend
+
+        return create_backend(runner)
+
+
+def scheduler_hooks(backend: str) -> list[Hook]:
+    """Hooks of the process that runs the model.
+
+    Raises `SettingsError` if no settings were handed over.
+    """
+    settings = runtime_module.settings_from_environment()
+    has_nodes = runtime_module.nodes_from_environment() is not None
+    elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
+    return [
+        *(elsewhere if settings.placement.has_far_pool else []),
+        (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
+        (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
+        (f"{_SCHEDULER}.abort_request", aborts.around_abort, HookType.AROUND),
+        (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),
+        (_LOADS, _keep_loads_in_run_dir, HookType.AROUND),
+        _support_triton_hook(backend),
+        (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_each, HookType.AROUND),
+        (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
+        (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
+        (_BUILD_POOLS, _note_rows, HookType.BEFORE),
+        (_BUILD_POOL, _build_pool, HookType.AROUND),
+        (_BUILD_HYBRID_POOL, _build_pool, HookType.AROUND),
+        (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
+        *(resume_hooks.hooks() if settings.placement.maps_memory else []),
+        *_group_hooks(),
+        *([(_THREADS, nodes.around_threads, HookType.AROUND)] if has_nodes else []),
+        (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
+        (_FUSED_WRITE, _never_fused, HookType.AROUND),
+        (sglang_versions.adjustments(), _as_a_backend_with_sinks(backend), HookType.AROUND),
+    ]
+
+
+def _group_hooks() -> list[Hook]:
+    alone = single_process_group
+    return [
+        (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
+        (_NEW_GROUP, alone.around_new_group, HookType.AROUND),
+        (_MONITORED_BARRIER, alone.around_monitored_barrier, HookType.AROUND),
+    ]
+
+
+def _never_fused(_original: Callable[[Any], bool], _forward_batch: Any) -> bool:
+    # Some models let RoPE's kernel write K/V; the backend writes them, and not to this pool alone.
+    return False
+
+
+def _as_a_backend_with_sinks(backend: str) -> Callable[..., None]:
+    # SGLang runs gpt-oss with the backends of a list only: those that take its sinks, as ours does.
+    def adjust(original: Callable[..., None], args: Any, *rest: Any, **options: Any) -> None:
+        with sglang_versions.taken_for(args, backend, "triton"):
+            original(args, *rest, **options)
+
+    return adjust
+
+
+def _support_triton_hook(backend: str) -> Hook:
+    # An unknown backend counts as Triton-capable, which a CPU is not.
+    def support_triton(original: Callable[[str], bool], name: str) -> bool:
+        return False if name == backend else original(name)
+
+    return ("sglang.srt.utils.common.support_triton", support_triton, HookType.AROUND)
+
+
+def _other_node_hooks() -> list[Hook]:
+    address = runtime_module.nodes_from_environment()
+    if address is None:
+        return []
+    return [(_OTHER_NODE, partial(nodes.serve_schedulers, address=address), HookType.AROUND)]
+
+
+def http_hooks() -> list[Hook]:
+    """Hooks of the process that serves HTTP, or that has the schedulers of a host without it."""
+    from tandemkv.inference_rank.edge.hooks import AROUND
+
+    from .http_routes import serve_http
+    from .shutdown import around_sigquit, around_sigterm
+    from .start_method import choose_start_method
+
+    setup = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+    return [
+        *_other_node_hooks(),
+        ("sglang.srt.entrypoints.engine._set_envs_and_config", choose_start_method, HookType.AFTER),
+        (setup, serve_http, HookType.BEFORE),
+        *((target, hook, HookType.AROUND) for target, hook in AROUND.items()),
+        (f"{_SIGNALS}.sigterm_handler", around_sigterm, HookType.AROUND),
+        (f"{_SIGNALS}.running_phase_sigquit_handler", around_sigquit, HookType.AROUND),
+        (_ABORT_TASK, aborts.around_abort_task, HookType.AROUND),
+    ]
+
+
+def _note_rows(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
+    global _num_rows, _req_to_token_pool
+    _num_rows = int(req_to_token_pool.req_to_token.shape[0])
+    _req_to_token_pool = req_to_token_pool
+
+
+def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    from tandemkv.inference_rank.attention.pool import (
+        make_local_pool_class,
+        resident_slots,
+    )
+
+    settings = runtime_module.settings_from_environment()
+    selection, base = settings.selection, kwargs["mha_pool_class"]
+    if settings.placement.maps_memory:
+        from tandemkv.inference_rank.links.pool import make_shared_pool_class
+
+        kwargs["mha_pool_class"] = make_shared_pool_class(base, self, _req_to_token_pool)
+        return original(self, **kwargs)
+    extra = resident_slots(selection, _num_rows, int(self.pool_page_size))
+    config = read_config(Path(self.model_config.model_path))
+    windowed = windowed_layers(config, architecture_of_config(config))
+    kwargs["mha_pool_class"] = make_local_pool_class(base, extra, windowed)
+    return original(self, **kwargs)
+
+
+def _no_cell_size(_original: Callable[..., int], *_: Any, **__: Any) -> int:
+    return 0
+
+
+def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace SGLang's TCP rendezvous, which listens on every interface, and gloo if it is alone.
+
+    Tensor-parallel ranks of one host are children of one process, whose id names their file.
+    """
+    size = kwargs.get("world_size")
+    if "backend" in kwargs:
+        kwargs["backend"] = single_process_group.without_listener(kwargs["backend"], size)
+    address = runtime_module.nodes_from_environment()
+    if address is not None:
+        kwargs["distributed_init_method"] = meeting_place(address)
+    elif "distributed_init_method" in kwargs:
+        owner = os.getpid() if size == 1 else os.getppid()
+        path = runtime_module.run_dir_from_environment().path / f"sglang-store-{owner}"
+        kwargs["distributed_init_method"] = f"file://{path}"
+    return original(*args, **kwargs)
+
+
+def _keep_loads_in_run_dir(_original: Callable[..., str], *_: Any, **__: Any) -> str:
+    """Put the shared file of SGLang's load where it is removed with everything else."""
+    return str(runtime_module.run_dir_from_environment().path / "sglang-loads.shm")
+
+
+def _after_capture(_result: Any, graphs: Any, *_: Any, **__: Any) -> None:
+    runtime = runtime_module.current()
+    if runtime is not None and runtime.measurement is not None:
+        runtime.measurement.after_capture(graphs)
+
+
+def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any,
+               **kwargs: Any) -> Any:  # fmt: skip
+    runtime = runtime_module.current()
+    if runtime is None:
+        return original(scheduler, batch, *args, **kwargs)
+    _note_batch(runtime, batch)
+    rows = [sglang_versions.row_of(req) for req in batch.reqs]
+    runtime.rows_on_host = None if None in rows else rows
+    try:
+        if runtime.client is not None:
+            result = runtime.passes.run(original, scheduler, batch, *args, **kwargs)
+        else:
+            result = original(scheduler, batch, *args, **kwargs)
+    finally:
+        runtime.rows_on_host = None
+    return result
+
+
+def _note_batch(runtime: Any, batch: Any) -> None:
+    """Remember whose pass comes next, and which prompt does not end in it."""
+    reach("inference_rank.batch")
+    runtime.middle_chunk_row = None
+    chunked = getattr(batch, "chunked_req", None)
+    if chunked is not None and any(chunked is req for req in batch.reqs):
+        runtime.middle_chunk_row = sglang_versions.row_of(chunked)
+    runtime.running_reqs = batch.reqs
+    if runtime.settings.evaluation:
+        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        runtime.running_lengths = lengths.tolist()

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``/tandemkv/status`` and ``/tandemkv/ready`` on SGLang's HTTP server.
+
+They run in the HTTP process and ask both ranks over their status sockets, so that they say
+what is, not what this process believes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.fault_points import enable_faults
+from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.edge import hooks as edge_hooks
+from tandemkv.inference_rank.edge.install import install, pause_reason
+
+from .contract import check_hooks_applied
+from .drain import DrainMiddleware
+from .nodes import follow_end
+from .shutdown import create as create_shutdown
+
+_TIMEOUT_S = 1.0
+_STATUS, _READY = "/tandemkv/status", "/tandemkv/ready"
+_WARMING_UP = "SGLang warms up; at a machine's first start it compiles kernels, for minutes"
+
+
+def serve_http(
+    server_args: Any, manager: Any, *args: Any, execute_warmup_func: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add our routes to SGLang's application and the edge around it (BEFORE hook).
+
+    Raises
+    ------
+    SettingsError
+        If the edge cannot be as it is set.
+    ContractError
+        If SGLang did not apply a hook: it only logs that.
+    """
+    from sglang.srt.entrypoints.http_server import app
+
+    check_hooks_applied(tuple(edge_hooks.AROUND))
+    add_routes(app, manager)
+    with_key = install(app, server_args, manager, execute_warmup_func=execute_warmup_func)
+    return (server_args, manager, *args), kwargs | {"execute_warmup_func": with_key}
+
+
+def add_routes(app: Any, manager: Any) -> None:
+    """Add our routes to SGLang's application, before its HTTP server starts."""
+    from fastapi.responses import JSONResponse
+
+    run_dir = runtime_module.run_dir_from_environment()
+    enable_faults("http", run_dir.path)
+    shutdown, nodes = create_shutdown(), runtime_module.nodes_from_environment()
+    drain = shutdown.drain
+
+    def on_startup() -> None:
+        shutdown.install()
+        if nodes is not None:
+            loop = asyncio.get_running_loop()
+            follow_end(nodes, lambda: loop.call_soon_threadsafe(shutdown.begin))
+
+    app.add_middleware(DrainMiddleware, drain=drain, on_startup=on_startup)
+
+    async def collect() -> dict[str, Any]:
+        reason = drain.reason or (None if _is_warm(manager) else _WARMING_UP)
+        return await collect_status(run_dir, not_ready=reason or pause_reason(manager))
+
+    @app.get(_STATUS)
+    async def status() -> JSONResponse:
+        """State of all ranks."""
+        return JSONResponse(await collect())
+
+    @app.get(_READY)
+    async def ready() -> JSONResponse:
+        """200 when both ranks are connected and SGLang has answered a request, else 503."""
+        if drain.reason is not None:  # at once: the ranks may be ending
+            return JSONResponse(readiness({"ready": False, "reason": drain.reason}, run_dir), 503)
+        collected = await collect()
+        return JSONResponse(readiness(collected, run_dir), 200 if collected["ready"] else 503)
+
+
+def readiness(collected: dict[str, Any], run_dir: RunDir) -> dict[str, Any]:
+    """Return what ``/tandemkv/ready`` says: ``ready``, maybe ``reason``, and whose answer it is.
+
+    A launcher whose SGLang could not bind its port would take another server there for its own.
+    """
+    shown = {key: collected[key] for key in ("ready", "reason") if key in collected}
+    return shown | {"instance": run_dir.instance}
+
+
+def _is_warm(manager: Any) -> bool:
+    """Whether SGLang's own first request is through, or was not asked for.
+
+    On a GPU it compiles what the model still lacks: minutes, on a machine's first start.
+    """
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    return bool(manager.server_status is not ServerStatus.Starting)
+
+
+async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str, Any]:
+    """Ask both ranks.
+
+    `not_ready` says why this process answers no requests now, whatever the ranks say.
+
+    Returns
+    -------
+    dict
+        ``ready``, ``inference_rank`` and ``cache_ranks``; a rank that does not answer has an
+        ``error`` instead of values. If this process alone is not ready also a ``reason``.
+    """
+    collected = await _collect_ranks(run_dir)
+    if collected["ready"] and not_ready is not None:
+        collected |= {"ready": False, "reason": not_ready}
+    return collected
+
+
+async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
+    placement = runtime_module.settings_from_environment().placement
+    # Of other hosts the run directories are out of reach; each has metrics of its own.
+    sockets = [run_dir.of_rank(rank).heartbeat_socket for rank in placement.engines_of(0)]
+    inference, *cache_ranks = await asyncio.gather(
+        *(asyncio.to_thread(_ask, socket) for socket in (run_dir.inference_socket, *sockets))
+    )
+    return {
+        "ready": bool(inference.get("ready")),  # requests wait while a lost cache rank comes back
+        "inference_rank": inference,
+        "cache_ranks": cache_ranks,
+    }
+
+
+def _ask(socket_path: Path) -> dict[str, Any]:
+    try:
+        reply = request_status(socket_path, timeout_s=_TIMEOUT_S)
+    except TandemKVError as error:
+        return {"ready": False, "error": str(error)}
+    return msgspec.structs.asdict(reply)

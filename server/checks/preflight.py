@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked before anything is started. Every refusal says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.memory.available_memory import available_bytes
+from tandemkv.cache_rank.protocol.memory.one_device import is_on_one_device
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_config, read_model_spec
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.inference_rank.edge.keys import Keys
+from tandemkv.server.launch.nodes import check_meeting_place
+from tandemkv.server.plan.devices import resolve_device
+from tandemkv.server.plan.memory import estimate_memory, gib
+from tandemkv.server.plan.placement_choice import check_runs_on, resolve_alone, resolve_placement
+from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
+from tandemkv.server.settings.sglang_args import check_sglang_args
+
+from .adapters import check_adapters
+from .model_files import check_model_files
+from .ports import choose_port
+from .query_weights import check_fitted_queries, check_query_weights
+from .shared_gpus import check_shared_gpus
+from .speculation import check_speculation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedLaunch:
+    """Settings with every ``auto`` decided; `device` is the inference rank's."""
+
+    settings: ServeSettings
+    model_dir: Path
+    spec: ModelSpec
+    device: str
+    port: int
+
+    @property
+    def placement(self) -> Placement:
+        """Where the cache rank works, and why."""
+        return self.settings.rank_settings.placement
+
+
+def resolve_launch(
+    settings: ServeSettings, progress: Callable[[str], None], *, num_ranks_here: int = 2
+) -> ResolvedLaunch:
+    """Check everything that can be checked without starting a process.
+
+    `progress` is told what takes a while. This launch starts `num_ranks_here`, if the cache rank is
+    a process of its own.
+
+    Raises
+    ------
+    SettingsError
+        If the settings do not fit this machine, the model or this version.
+    UnsupportedModelError
+        If the model cannot be served, or its queries cannot be predicted.
+    ModelFilesError
+        If a file of the model is missing, damaged, or does not fit the others.
+    """
+    check_policy(settings.selection.policy)
+    on_one_device = settings.wished_link != "local" and is_on_one_device()
+    is_elsewhere = on_one_device or settings.cache_rank_address is not None
+    needs_one = is_elsewhere or settings.selection.declared.attends  # on the host's CPU
+    device = resolve_device(
+        settings.device,
+        cache_ranks=settings.cache_ranks,
+        num_ranks_here=1 if needs_one else num_ranks_here,
+    )
+    check_runs_on(settings, device)
+    check_sglang_args(settings.sglang_args, device=device)
+    check_adapters(settings.sglang_args)
+    Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later
+    port = choose_port(settings.host, settings.port)
+    check_meeting_place(settings)
+    model_dir = resolve_model(settings.model, progress)
+    dtype = resolve_dtype(settings.dtype, device, model_dir)
+    spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
+    config = read_config(model_dir)
+    check_model(settings, spec, config)
+    check_model_files(model_dir, config, settings.sglang_args)
+    check_query_weights(settings, model_dir, config)
+    check_fitted_queries(settings, spec)
+    settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
+    check_shared_gpus(settings.rank_settings.placement)
+    check_speculation(settings, spec)
+    check_selection(settings, spec)
+    check_memory(settings, spec, model_dir, device=device)
+    return ResolvedLaunch(
+        settings=settings, model_dir=model_dir, spec=spec, device=device, port=port
+    )
+
+
+def resolve_cache_rank(
+    settings: ServeSettings, device: str, progress: Callable[[str], None]
+) -> tuple[ServeSettings, Path]:
+    """Return the settings, and the model, of a cache rank on `device` that is started by itself.
+
+    Nothing that both ranks compare is left open: see `resolve_alone`. Raises `SettingsError` or
+    `UnsupportedModelError` if the model cannot be used.
+    """
+    model_dir = resolve_model(settings.model, progress)
+    dtype = resolve_dtype(settings.dtype, device, model_dir)
+    spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
+    return resolve_alone(settings, spec, model_dir, device=device), model_dir
+
+
+def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
+    """Return the directory of `model`; the embedded one is unpacked on first use.
+
+    Raises `SettingsError` if there is no such directory.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if model == EMBEDDED_MODEL:
+        from tandemkv.server.models.embedded_model import embedded_model_dir
+
+        return embedded_model_dir(progress)
+    raise SettingsError(
+        f"model={model}: no such directory; give a directory in Hugging Face layout (nothing is "
+        f"downloaded), or {EMBEDDED_MODEL}"
+    )
+
+
+def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:
+    """Decide ``auto``: float32 on cpu, what the model was saved in on cuda."""
+    if dtype != "auto":
+        return dtype
+    if device == "cpu":
+        return "float32"
+    config = read_config(model_dir)
+    saved = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return saved if saved in ("bfloat16", "float16") else "bfloat16"
+
+
+def check_policy(policy: str) -> None:
+    """Refuse a policy that the registry does not know.
+
+    Raises `SettingsError`, listing the policies that exist.
+    """
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    find_policy(policy)
+
+
+def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
+    """Refuse a policy whose calibration or pooling does not fit.
+
+    Raises `SettingsError`, saying what would do.
+    """
+    from tandemkv.cache_rank.calibration.resolve import resolve_calibration
+    from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
+
+    selection = settings.selection
+    policy = find_policy(selection.policy)
+    check_pooling(policy, selection)
+    found = resolve_calibration(selection, spec, policy.capabilities)
+    if found.clusters is not None and settings.tensor_parallel > 1:
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel}: policy={selection.policy} selects once "
+            "for KV heads that lie on several ranks; use --tp 1, or another --policy"
+        )
+    is_sharded = settings.head_shards > 1
+    if found.share is None or selection.anchors:
+        return
+    if is_sharded or settings.tensor_parallel > 1:
+        anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
+        place, flag = ("cache rank", "--cache-ranks") if is_sharded else ("GPU", "--tp")
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel}, cache_ranks={settings.cache_ranks}: head "
+            f"maps of {found.origin} lead from one {place} to another; use --anchors {anchors}, "
+            f"with which every head follows its own, or {flag} 1"
+        )
+
+
+def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:
+    """Refuse settings that the model contradicts.
+
+    Raises `SettingsError` if a layer does not exist or the context is longer than the model's.
+    """
+    beyond = [layer for layer in settings.selection.exact_layer_ids if layer >= spec.num_layers]
+    if beyond:
+        raise SettingsError(
+            f"selection.exact_layers={beyond} do not exist: {settings.model} has layers 0 to "
+            f"{spec.num_layers - 1}; correct --exact-layers"
+        )
+    tp_size = settings.tensor_parallel
+    if spec.num_qo_heads % tp_size or max(spec.num_kv_heads, tp_size) % min(
+        spec.num_kv_heads, tp_size
+    ):
+        raise SettingsError(
+            f"tensor_parallel={tp_size} does not divide the {spec.num_qo_heads} query and "
+            f"{spec.num_kv_heads} KV heads of {settings.model}; use another --tp"
+        )
+    limit = config.get("max_position_embeddings")
+    if settings.max_context is not None and isinstance(limit, int) and settings.max_context > limit:
+        raise SettingsError(
+            f"max_context={settings.max_context} is longer than the {limit} tokens that "
+            f"{settings.model} was trained for (max_position_embeddings in its config.json); lower "
+            "--max-context, or extend the model as its card says (with YaRN, rope_scaling and that "
+            "limit)"
+        )
+
+
+def check_memory(settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str) -> None:
+    """Refuse a capacity that this machine's memory cannot hold; see `estimate_memory`.
+
+    Raises `SettingsError`, with the numbers, and the capacity that would fit.
+    """
+    needed = estimate_memory(settings, spec, model_dir, device=device)
+    available = available_bytes()
+    if available is None or needed.total_bytes <= available:
+        return
+    rest = available - (needed.total_bytes - needed.cache_bytes)
+    fitting = max(0, rest * settings.cache.capacity_tokens // max(1, needed.cache_bytes))
+    advice = (
+        f"--cache-tokens {fitting // 256 * 256} would fit"
+        if fitting >= 256
+        else "use a smaller model or a machine with more memory"
+    )
+    raise SettingsError(
+        f"cache.capacity_tokens={settings.cache.capacity_tokens} does not fit: needed "
+        f"{gib(needed.total_bytes)} ({needed.describe()}), available {gib(available)}; {advice}"
+    )

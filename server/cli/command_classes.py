@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How commands report errors, and how ``serve`` takes arguments for SGLang."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from tandemkv.cache_rank.protocol.errors import (
+    SettingsError,
+    TandemKVError,
+    UnsupportedModelError,
+)
+from tandemkv.server.settings.flags import SWITCH
+from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
+from tandemkv.server.settings.sources import Sourced
+
+_PASSED_THROUGH = "tandemkv.passed_through"
+
+EPILOG = "What follows -- goes to SGLang unchanged. --help-all shows all options."
+ModelArgument = Annotated[
+    str | None, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", metavar=SWITCH, help="Show the logs of both ranks.")
+]
+
+
+class _Reporting:
+    """Turns errors into one line on stderr and an exit code: 2 for bad input, 1 for a failure.
+
+    Mixed into a command of click's.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; ``--debug`` shows tracebacks."""
+        try:
+            return super().invoke(ctx)  # type: ignore[misc]
+        except (typer.Exit, typer.Abort):
+            raise
+        except (SettingsError, UnsupportedModelError) as error:
+            self._report(ctx, str(error))
+            raise typer.Exit(2) from error
+        except TandemKVError as error:
+            self._report(ctx, str(error))
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            self._report(ctx, "interrupted")
+            raise typer.Exit(130) from error
+        except (OSError, ImportError, ValueError, RuntimeError, TypeError, LookupError) as error:
+            text = " ".join(str(error).split()) or "no further message"
+            self._report(ctx, f"{type(error).__name__}: {text}; `tandemkv --debug` shows where")
+            raise typer.Exit(1) from error
+
+    @staticmethod
+    def _report(ctx: Any, message: str) -> None:
+        if ctx.params.get("debug"):
+            typer.echo(traceback.format_exc(), err=True, nl=False)
+        typer.echo(f"tandemkv: error: {message}", err=True)
+
+
+class ReportingGroup(_Reporting, TyperGroup):
+    """A command of commands that reports errors in one line."""
+
+
+class ServeCommand(TyperCommand):
+    """Keeps what follows ``--`` away from the parser."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what precedes ``--``."""
+        own = args
+        if "--" in args:
+            split = args.index("--")
+            own, ctx.meta[_PASSED_THROUGH] = args[:split], tuple(args[split + 1 :])
+        return super().parse_args(ctx, list(own))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Show the part after ``--`` in the usage line."""
+        return [*super().collect_usage_pieces(ctx), "[-- SGLANG ARGS]"]
+
+
+class ReportingServeCommand(_Reporting, ServeCommand):
+    """A command by itself, of its own module, that takes arguments for SGLang."""
+
+
+def passed_through(ctx: typer.Context) -> tuple[str, ...]:
+    """Return what followed ``--``."""
+    found: tuple[str, ...] = ctx.meta.get(_PASSED_THROUGH, ())
+    return found
+
+
+def add_arguments(
+    flags: dict[str, Sourced], ctx: typer.Context, model: str | None, source: str = "MODEL"
+) -> None:
+    """Add the model, if there is one, and what followed ``--``, to `flags`.
+
+    `source` is what gave the model, for messages.
+    """
+    if model is not None:
+        flags["model"] = Sourced(model, source)
+    extra = passed_through(ctx)
+    if extra:
+        flags["sglang_args"] = Sourced(extra, "the arguments after --")

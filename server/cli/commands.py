@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of ``tandemkv``. Exit codes: 2 for bad input, 1 for a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.bench.command import bench_app
+from tandemkv.server.evaluation.calibrate.command import calibrate
+from tandemkv.server.evaluation.inspect.command import inspect as inspect_command
+from tandemkv.server.evaluation.quality import command as quality_command
+from tandemkv.server.plan.command import plan
+from tandemkv.server.settings.flags import (
+    DRAIN_FLAGS,
+    INFERENCE_FLAGS,
+    RANK_FLAGS,
+    ROW_FLAGS,
+    SERVE_FLAGS,
+    STANDBY_FLAGS,
+    SWITCH,
+    with_flags,
+)
+from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
+from tandemkv.server.settings.sources import Sourced, load_settings, to_yaml
+from tandemkv.server.soak import command as soak_command
+
+from .alive import Role, check_alive
+from .command_classes import (
+    EPILOG,
+    ConfigOption,
+    ModelArgument,
+    ReportingGroup,
+    ServeCommand,
+    VerboseOption,
+    add_arguments,
+)
+from .policies_command import policies
+
+app = typer.Typer(
+    cls=ReportingGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+    help="Serve long contexts with SGLang and a cache rank that holds the KV.",
+)  # fmt: skip
+
+app.command("inspect")(inspect_command)
+app.command()(plan)
+app.command()(policies)
+app.command()(calibrate)
+app.add_typer(bench_app, name="bench")
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Take the options that come before the command."""
+
+
+@app.command(cls=ServeCommand, epilog=EPILOG)
+@with_flags(SERVE_FLAGS)
+def serve(
+    ctx: typer.Context,
+    flags: dict[str, Sourced],
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    print_settings: Annotated[
+        bool,
+        typer.Option(
+            "--print-settings", metavar=SWITCH, help="Print all settings as YAML and exit."
+        ),
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Start a cache rank and SGLang, and serve until Ctrl-C.
+
+    Settings: flags, then TANDEMKV_SERVE_* variables, then --config, then defaults.
+    """
+    add_arguments(flags, ctx, model)
+    if print_settings and model is None:
+        flags.setdefault("model", Sourced(EMBEDDED_MODEL, "--print-settings"))
+    settings = load_settings(flags, os.environ, config)
+    if print_settings:
+        typer.echo(to_yaml(settings), nl=False)
+        return
+    from tandemkv.server.launch.serve import serve as run_serve
+
+    run_serve(settings, Console(stderr=True, highlight=False), verbose=verbose)
+
+
+@app.command("cache-rank")
+@with_flags((*RANK_FLAGS, *ROW_FLAGS, *DRAIN_FLAGS, *STANDBY_FLAGS))
+def cache_rank(
+    flags: dict[str, Sourced],
+    run_dirs: Annotated[
+        list[Path],
+        typer.Option(
+            "--run-dir",
+            metavar="<path>",
+            help="Directory shared with the inference rank; with --tp one for each that it serves.",
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", help=f"Model directory, or {EMBEDDED_MODEL}.")
+    ] = None,
+    config: ConfigOption = None,
+    rank: Annotated[
+        int, typer.Option("--rank", min=0, help="Its number, of all cache ranks of the server.")
+    ] = 0,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", help="tcp://HOST:PORT for inference ranks of other hosts."),
+    ] = None,
+    allow: Annotated[
+        str, typer.Option("--allow", help="Addresses that they may come from; default: any.")
+    ] = "",
+) -> None:
+    """Run one cache rank; `serve` starts it by itself.
+
+    Its settings must equal those of the inference rank.
+    """
+    if model is not None:
+        flags["model"] = Sourced(model, "--model")
+    flags["run_dir"] = Sourced(run_dirs[0], "--run-dir")
+    settings = load_settings(flags, os.environ, config)
+    if address is not None:
+        from tandemkv.server.launch.message_launch import run_far_rank
+
+        hosts = [host for host in allow.split(",") if host]
+        console = Console(stderr=True, highlight=False)
+        run_far_rank(settings, run_dirs[0], address, hosts, console, rank)
+        return
+    if settings.cache_rank_address is not None:
+        raise SettingsError(
+            f"cache_rank_address={settings.cache_rank_address}: a cache rank of another host needs "
+            "to know where to listen; add --address tcp://IP:PORT, its own"
+        )
+    from tandemkv.server.launch.serve import run_cache_rank_process
+
+    run_cache_rank_process(settings, run_dirs, rank)
+
+
+@app.command(hidden=True)
+def pump(
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Of the inference rank.")],
+    config: ConfigOption = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Number of the cache rank.")] = 0,
+) -> None:
+    """Carry steps and K/V to a cache rank on another host; `serve` starts it by itself."""
+    from tandemkv.server.launch.message_launch import run_pump
+
+    run_pump(load_settings({}, {}, config), run_dir, rank)
+
+
+@app.command("link-keys")
+def link_keys(
+    folder: Annotated[Path, typer.Argument(help="Where the keys of both ends are made.")],
+) -> None:
+    """Make CURVE keys for an inference rank and a cache rank on two hosts.
+
+    Each host needs its own .key_secret file, and both .key files.
+    """
+    from tandemkv.cache_rank.protocol.message.keys import make_keys
+
+    for path in make_keys(folder):
+        typer.echo(str(path))
+
+
+@app.command()
+def memory(
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Directory shared with both ranks.")],
+) -> None:
+    """Hold the memory of two ranks that something else started; `serve` does it by itself.
+
+    It needs no GPU. Memory that it holds is used again by an inference rank that is restarted.
+    """
+    from .memory_process import hold_memory
+
+    hold_memory(run_dir, lambda text: typer.echo(text, err=True))
+
+
+@app.command("inference-rank", cls=ServeCommand, epilog=EPILOG)
+@with_flags(INFERENCE_FLAGS)
+def inference_rank(
+    ctx: typer.Context,
+    flags: dict[str, Sourced],
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", help="Directory shared with the cache rank.")
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", help=f"Model directory, or {EMBEDDED_MODEL}.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Run SGLang beside a cache rank that something else started; `serve` does both by itself.
+
+    Its settings must equal those of the cache rank, for which it waits.
+    """
+    add_arguments(flags, ctx, model, "--model")
+    settings = load_settings(flags, os.environ, config)
+    from tandemkv.server.launch.inference_process import become_inference_rank
+
+    become_inference_rank(settings, run_dir, lambda text: typer.echo(text, err=True))
+
+
+@app.command()
+def status(
+    url: Annotated[
+        str, typer.Option("--url", help="Address of the server.")
+    ] = "http://127.0.0.1:30000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reply as JSON.")] = False,
+) -> None:
+    """Show counters and gauges of a running server. Exit code 1 while it is not ready."""
+    from tandemkv.server.launch.probes import fetch_status
+
+    reply = fetch_status(url)
+    if as_json:
+        typer.echo(json.dumps(reply, indent=2, sort_keys=True))
+    else:
+        from .status_view import status_table
+
+        Console(highlight=False).print(status_table(reply, url))
+    if not reply.get("ready"):
+        raise typer.Exit(1)
+
+
+@app.command()
+def alive(
+    role: Annotated[Role, typer.Argument(help="What to ask.")],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Run directory of the ranks.")],
+    hang_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--hang-timeout-s", min=1, metavar="NUMBER", help="Longest time without progress."
+        ),
+    ] = 60.0,
+) -> None:
+    """Ask a rank of a run directory, for probes. Exit code 1 if it does not answer, or hangs."""
+    check_alive(role, run_dir, hang_timeout_s=hang_timeout_s)
+
+
+@app.command("model-path")
+def model_path(
+    name: Annotated[str, typer.Argument(help=f"Name of an embedded model: {EMBEDDED_MODEL}.")],
+) -> None:
+    """Print the directory of an embedded model, unpacking it on first use."""
+    if name != EMBEDDED_MODEL:
+        raise SettingsError(f"name={name}: no such embedded model; there is {EMBEDDED_MODEL}")
+    from tandemkv.server.models.embedded_model import embedded_model_dir
+
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"unpacking {name} ...") as shown:
+        path = embedded_model_dir(shown.update)
+    typer.echo(str(path))
+
+
+@app.command()
+def doctor(
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port that is to be free.")
+    ] = 30000,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Run directory to check.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this machine; each line says what to do. Exit code 1 if anything fails."""
+    from .doctor import findings_table, run_checks
+
+    findings = run_checks(port=port, run_dir=run_dir)
+    if as_json:
+        typer.echo(json.dumps([item._asdict() for item in findings], indent=2))
+    else:
+        Console(highlight=False).print(findings_table(findings))
+    if any(item.level == "fail" for item in findings):
+        raise typer.Exit(1)
+
+
+quality_command.add_to(app)
+soak_command.add_to(app)

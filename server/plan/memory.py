@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a launch needs, and how much there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.models.architectures import find_architecture
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_config
+from tandemkv.cache_rank.protocol.models.weight_formats import read_weight_format
+from tandemkv.server.settings.launch_settings import ServeSettings
+
+from .footprint import num_states
+from .shape import linear_shape
+
+GIB = 1 << 30
+PROCESS_TREE_BYTES = 3 * GIB
+"""SGLang's three processes and the cache rank, without weights and KV (measured 2.9 GB)."""
+CACHE_RANK_BYTES = GIB // 2
+"""Of each cache rank more, or fewer, than one for each inference rank."""
+RANK_BYTES = 1 * GIB
+"""Of each tensor-parallel rank beyond the first: SGLang's process and its cache rank, likewise."""
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Host memory of both processes, in bytes.
+
+    `predictor_bytes` is the W_q that queries are predicted with, where it is a copy; `state_bytes`
+    what layers of linear attention keep of requests.
+    """
+
+    cache_bytes: int = 0
+    resident_bytes: int = 0
+    weight_bytes: int = 0
+    predictor_bytes: int = 0
+    state_bytes: int = 0
+    process_bytes: int = PROCESS_TREE_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        weights = self.weight_bytes + self.predictor_bytes
+        kept = self.cache_bytes + self.resident_bytes + self.state_bytes
+        return kept + weights + self.process_bytes
+
+    def describe(self) -> str:
+        """Return the parts in GiB."""
+        parts = {
+            "cache": self.cache_bytes,
+            "resident set": self.resident_bytes,
+            "states": self.state_bytes,
+            "weights": self.weight_bytes,
+            "W_q": self.predictor_bytes,
+            "processes": self.process_bytes,
+        }
+        return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+
+
+def gib(size: int) -> str:
+    """Return `size` in GiB, two digits."""
+    return f"{size / GIB:.2f} GiB"
+
+
+def estimate_memory(
+    settings: ServeSettings,
+    spec: ModelSpec,
+    model_dir: Path,
+    *,
+    device: str,
+) -> MemoryEstimate:
+    """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs.
+
+    Beside an engine on the host's CPU the K/V of all tokens are the host's.
+    """
+    tp_size, nodes = settings.tensor_parallel, settings.nnodes  # as much on each of them
+    processes = PROCESS_TREE_BYTES + (tp_size // nodes - 1) * RANK_BYTES
+    placement = settings.rank_settings.placement
+    num_cache_ranks = placement.num_cache_ranks
+    extra_ranks = (num_cache_ranks - tp_size) // nodes if num_cache_ranks else 0
+    processes += extra_ranks * CACHE_RANK_BYTES
+    if device != "cpu" and not placement.host_engine:
+        return MemoryEstimate(process_bytes=processes)
+    item = _ITEM_BYTES.get(spec.dtype, 4)
+    kv_item = 1 if settings.cache.stored_dtype else item
+    num_heads = max(spec.num_kv_heads, tp_size)  # each rank has one at least
+    layer_bytes = 2 * num_heads * spec.head_dim * kv_item
+    is_far = settings.cache_rank_address is not None
+    stored = spec.num_layers - len(spec.linear_layers)
+    cached = 0 if is_far else settings.cache.capacity_tokens * stored * layer_bytes
+    if device != "cpu":
+        return MemoryEstimate(process_bytes=processes, cache_bytes=cached)
+    # In memory that two processes map each layer has as many slots.
+    is_local = placement.link == "local"
+    num_full = spec.num_layers - len(spec.other_layers)
+    num_sets = num_full if is_local else spec.num_layers
+    selection = settings.selection
+    files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    config = read_config(model_dir)
+    saved = str(config.get("dtype") or config.get("torch_dtype"))
+    entry = find_architecture(spec.architecture)
+    linear = linear_shape(config, entry) if spec.linear_layers else None
+    states = 0 if linear is None else len(spec.linear_layers) * linear.state_bytes
+    is_copied = entry.gates_heads or read_weight_format(model_dir, config) is not None
+    predicts = selection.declared.predicts_from_hidden and is_copied
+    projection = spec.num_qo_heads * spec.head_dim * spec.hidden_size * item
+    rows = settings.max_running_requests * selection.row_tokens
+    return MemoryEstimate(
+        cache_bytes=cached // nodes,
+        resident_bytes=rows * num_sets * layer_bytes // nodes,
+        state_bytes=states * num_states(settings.max_running_requests, "cpu") // nodes,
+        process_bytes=processes,
+        weight_bytes=files * item // _ITEM_BYTES.get(saved, item) // nodes,
+        predictor_bytes=num_full * projection // nodes if predicts else 0,
+    )

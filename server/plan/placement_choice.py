@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide where the cache rank goes, if the user leaves it open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandemkv.cache_rank.policies.composition import check_device, check_placement, check_shards
+from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.protocol.engine import check_dense
+from tandemkv.cache_rank.protocol.engine_program import check_other_layers
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE, is_on_one_device
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.server.checks.shared_gpus import are_peers
+from tandemkv.server.launch.sglang_command import captures_steps
+from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sglang_args import value_of
+
+from .choose import break_even_batch_tokens, break_even_tokens, check_fits, choose_placement
+from .constants import constants_here
+from .devices import placed_alone
+from .footprint import num_states
+from .pages import on_device
+from .placement import Placement as GpuPlacement
+from .placement import PlacementKind, possible_placements
+from .shape import ModelShape, shape_of_model
+from .workload import Workload
+
+if TYPE_CHECKING:
+    from tandemkv.cache_rank.policies.base import LayerShare
+
+
+def resolve_placement(
+    settings: ServeSettings,
+    spec: ModelSpec,
+    model_dir: Path,
+    *,
+    device: str,
+    progress: Callable[[str], None],
+) -> ServeSettings:
+    """Decide the placement and what follows from it, with the reason told to `progress`.
+
+    Every setting that was left open is decided then: `tandemkv serve` starts with the result, and
+    `tandemkv quality` names it.
+    `placement`: the one value that says where the cache rank works, and why. `cache_ranks`,
+    `transport` and `tensor_parallel`: on a CPU, and of a policy that attends, one cache rank
+    process; on GPUs what `tandemkv plan`
+    predicts to be fastest for `max_running_requests` requests that share the cache. `dense_tokens`,
+    `dense_batch_tokens`, in-process on a GPU: the context of each request, and the tokens of a
+    whole step, from which selecting is predicted to pay; on a CPU as many tokens as a step with
+    samples attends to. Predictions have the constants of this
+    machine's profile, or those of one H200 (`constants_here`). `anchors`: those of a calibration
+    that maps every head to itself, which tensor-parallel ranks can use as well. `index_dtype`: int4
+    where a GPU scans pages, a quarter of the bytes of bf16 keys; what is attended to is never
+    quantised. `num_recent_tokens`: with it as many as a page has. `late_layers`: 1 where another
+    GPU selects, for nothing hides a first selection there. `sglang_args`: how many recurrent states
+    SGLang keeps, of a model with linear attention. Raises `SettingsError` if nothing fits
+    these GPUs, with the numbers.
+    """
+    check_runs_on(settings, device)
+    settings = _with_index(_with_anchors(settings, spec), device)
+    if device == "cpu":
+        _check_without_gpus(settings)
+    settings, reason = _choose(settings, spec, model_dir, device=device)
+    placement = settings.placement_on(device, reason)
+    settings = settings.model_copy(
+        update={"placement": placement, "cache_ranks": placement.num_cache_ranks}
+    )
+    progress(f"placement: {placement.describe()}")
+    if placement.has_far_pool and is_on_one_device():
+        played = "the model's own device stands for the second GPU"
+        if placement.host_engine and device == "cpu":
+            played = "the CPU stands for the model's GPU"
+        if not placement.host_engine or device == "cpu":
+            progress(f"{ONE_DEVICE_VARIABLE}: {played}; that is for tests, and slow")
+    _check_contradictions(settings, spec, placement)
+    settings = _with_states(_told_of_late_layers(settings, spec, progress), spec, device)
+    if device == "cuda":
+        _check_gpus(settings, spec, model_dir, placement)
+    return _with_dense_tokens(settings, spec, model_dir, progress, device=device)
+
+
+def resolve_alone(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
+) -> ServeSettings:
+    """Decide for a cache rank what `resolve_placement` decides for its inference rank.
+
+    `serve` hands decided settings to its cache rank. One that was started by itself reads what the
+    user wrote, and the handshake refuses ranks of which one has filled in more than the other.
+    `device` is the cache rank's; all else is as for `resolve_placement`.
+    """
+    if settings.placement is not None:
+        return settings
+    settings = placed_alone(_with_index(_with_anchors(settings, spec), device), device)
+    settings = with_late_layers(settings, spec.num_layers)
+    return _with_dense_tokens(settings, spec, model_dir, lambda _: None, device=device)
+
+
+def check_runs_on(settings: ServeSettings, device: str) -> None:
+    """Refuse a policy that cannot be served with a model on `device`; see `check_device`.
+
+    One that attends does so on the host's CPU, in a process of its own.
+    """
+    selection, link = settings.selection, settings.wished_link
+    if device == "cpu" or not selection.declared.attends:
+        check_device(find_policy(selection.policy), selection.policy, device)
+        return
+    check_device(find_policy(selection.policy), selection.policy, "cpu")
+    if link in ("local", "message"):
+        raise SettingsError(
+            f"policy={selection.policy} attends on a CPU. Beside a model on {device} its cache "
+            f"rank is a process on this host that maps the same memory, and link={link} has none; "
+            "use --cache-ranks 1, or --device cpu"
+        )
+    if settings.tensor_parallel > 1 or (settings.cache_ranks or 1) > 1:
+        raise SettingsError(
+            f"policy={selection.policy} attends on the host's CPU, in one cache rank beside one "
+            f"GPU; tensor_parallel={settings.tensor_parallel} and "
+            f"cache_ranks={settings.cache_ranks} are not available; use --tp 1 --cache-ranks 1"
+        )
+
+
+def _told_of_late_layers(
+    settings: ServeSettings, spec: ModelSpec, progress: Callable[[str], None]
+) -> ServeSettings:
+    found = with_late_layers(settings, spec.num_layers)
+    if found is not settings:
+        progress(
+            "the first layer is selected for a step ahead, for nothing hides its selection: "
+            "--late-layers 0 turns that off"
+        )
+    return found
+
+
+def _with_states(settings: ServeSettings, spec: ModelSpec, device: str) -> ServeSettings:
+    """Say how many recurrent states SGLang keeps, if the model has some.
+
+    Left alone it gives them nearly half of the memory that is free, where the key index is to be.
+    Without a radix cache it keeps one for each request.
+    """
+    given, flag = settings.sglang_args, "--max-mamba-cache-size"
+    if not spec.linear_layers or value_of(given, flag) or "--disable-radix-cache" in given:
+        return settings
+    count = num_states(settings.max_running_requests, device) - 1  # SGLang adds the padding
+    return settings.model_copy(update={"sglang_args": (*given, flag, str(count))})
+
+
+def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
+    """Refuse options that the placement, or the model, has no use for."""
+    if settings.standby and not placement.num_cache_ranks:
+        raise SettingsError(
+            f"standby needs a cache rank in a process of its own, and link {placement.link} has "
+            "none; leave --standby out, or use --transport shared"
+        )
+    if settings.standby and settings.cache_rank_address is not None:
+        raise SettingsError(
+            f"standby is for the host of the cache rank, and that at {settings.cache_rank_address} "
+            "is not started here; give --standby to `tandemkv cache-rank --address` there"
+        )
+    if placement.num_nodes > 1 and placement.model_device == "cuda":
+        raise SettingsError(
+            f"nnodes={placement.num_nodes}: over several hosts SGLang is served on CPUs only in "
+            "this version; use --device cpu, or --tp over the GPUs of one host"
+        )
+    if placement.engines_per_rank > 1 and placement.model_device == "cuda":
+        raise SettingsError(
+            f"cache_ranks={placement.num_cache_ranks} and tensor_parallel={placement.tp_size}: one "
+            "cache rank for several tensor-parallel ranks is not available on GPUs, where each "
+            f"has a cache GPU of its own; use --cache-ranks {placement.tp_size} or 0"
+        )
+    check_placement(find_policy(settings.selection.policy), settings.selection.policy, placement)
+    _check_shards(settings, spec, placement)
+    check_dense(settings.selection, placement)
+    check_other_layers(spec, placement)
+    most_late = settings.selection.most_late(spec.num_layers, spec.other_layers)
+    if settings.selection.num_late > most_late:
+        raise SettingsError(
+            f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers: "
+            "all must have attended when a step's last selection begins; use --late-layers "
+            f"{most_late}"
+        )
+
+
+def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
+    """Refuse several cache ranks of one inference rank where they cannot share the work."""
+    count = placement.head_shards
+    if count == 1:
+        return
+    tp_size = placement.tp_size
+    heads = max(1, spec.num_kv_heads // tp_size)
+    if count > heads:
+        of_each = f" that each of {tp_size} processes has" if tp_size > 1 else ""
+        raise SettingsError(
+            f"cache_ranks={placement.num_cache_ranks} is more than the {heads} KV heads of "
+            f"{settings.model}{of_each}, and each cache rank has one at least; use --cache-ranks "
+            f"{heads * tp_size} at most, or as many addresses in --cache-rank-address"
+        )
+    name = settings.selection.policy
+    check_shards(find_policy(name), name, count)
+
+
+def _check_without_gpus(settings: ServeSettings) -> None:
+    """Refuse what takes GPUs, for a model on the CPU."""
+    tp_size = settings.tensor_parallel
+    if tp_size > 1 and settings.wished_link == "local":
+        raise SettingsError(
+            f"tensor_parallel={tp_size} with link {settings.wished_link} splits a model over GPUs, "
+            f"and this one is on cpu; use --cache-ranks {tp_size}, or --tp 1, or --device cuda on "
+            "a machine with GPUs"
+        )
+    num_cores, nodes = len(os.sched_getaffinity(0)), settings.nnodes
+    if tp_size > num_cores * nodes:
+        raise SettingsError(
+            f"tensor_parallel={tp_size} on cpu takes a core for each of the {tp_size // nodes} "
+            f"processes here, and this one may use {num_cores}; use --tp {num_cores * nodes} or "
+            "less"
+        )
+    if settings.selection.index_dtype == "int4":
+        raise SettingsError(
+            "index_dtype=int4 takes pages of many tokens, which SGLang has on GPUs only, and the "
+            "model is on cpu; use --index-dtype int8, or --device cuda on a machine with GPUs"
+        )
+
+
+def find_share(selection: SelectionSettings, spec: ModelSpec) -> LayerShare | None:
+    """Return which layers share selections, and how; None if none do.
+
+    Raises `CalibrationError` if that takes a calibration, and there is none that fits.
+    """
+    from tandemkv.cache_rank.calibration.resolve import resolve_calibration
+
+    capabilities = find_policy(selection.policy).capabilities
+    if capabilities.calibration != "kascade" and not selection.share_layers:
+        return None
+    return resolve_calibration(selection, spec, capabilities).share
+
+
+def _crosses_heads(share: LayerShare | None) -> bool:
+    return share is not None and any(m != tuple(range(len(m))) for m in share.head_maps)
+
+
+def _with_anchors(settings: ServeSettings, spec: ModelSpec) -> ServeSettings:
+    selection = settings.selection
+    share = find_share(selection, spec)
+    if share is None or selection.anchors or _crosses_heads(share):
+        return settings
+    anchors = tuple(sorted(set(share.sources)))
+    changed = selection.model_copy(update={"anchors": anchors})
+    return settings.model_copy(update={"selection": changed})
+
+
+def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
+    selection = on_device(settings.selection, device)
+    return settings.model_copy(update={"selection": selection})
+
+
+def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> ServeSettings:
+    """Fill in `late_layers`, where it is left open and another GPU selects.
+
+    A model of too few layers has none; without `num_layers` it is one that has enough.
+    """
+    selection, placement = settings.selection, settings.rank_settings.placement
+    if not placement.has_far_pool or selection.late_between_gpus == selection.num_late:
+        return settings
+    if num_layers is not None and selection.late_between_gpus > selection.most_late(num_layers):
+        return settings
+    changed = selection.model_copy(update={"late_layers": selection.late_between_gpus})
+    return settings.model_copy(update={"selection": changed})
+
+
+def _check_gpus(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, placement: Placement
+) -> None:
+    """Refuse what these GPUs cannot hold, before SGLang loads the weights."""
+    tp_size, is_far = placement.tp_size, placement.has_far_pool
+    if placement.host_engine:  # K/V are host memory: `check_memory`
+        return
+    # By messages the model's GPU has all K/V as well, whatever the other one has.
+    has_cache_gpus = is_far and not is_on_one_device() and not placement.has_far_host
+    is_far_here = placement.has_far_host and settings.cache_rank_address is None
+    num_cache_gpus = placement.num_shards if has_cache_gpus else 0
+    num_needed = tp_size + (placement.num_shards if is_far_here else num_cache_gpus)
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < num_needed:
+        raise SettingsError(
+            f"tensor_parallel={tp_size} and cache_ranks={placement.num_cache_ranks} with "
+            f"transport={placement.link} needs {num_needed} GPUs, {num_gpus} seen "
+            "(CUDA_VISIBLE_DEVICES counts); lower --tp"
+            + (" or --cache-ranks, or use --cache-ranks 0" if is_far else "")
+        )
+    planned = GpuPlacement(
+        kind=PlacementKind.SEPARATE if has_cache_gpus else PlacementKind.IN_PROCESS,
+        tp_size=tp_size,
+        num_cache_gpus=num_cache_gpus,
+    )
+    shape = _shape(settings, spec, model_dir)
+    gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus))
+    check_fits(planned, shape, _load(settings, spec), gpu_bytes=gpu_bytes)
+
+
+def _shape(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> ModelShape:
+    shape = shape_of_model(model_dir, name=settings.model, dtype=spec.dtype)
+    return shape.with_kv_dtype(settings.cache.kv_dtype)
+
+
+def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:
+    concurrency, capacity = settings.max_running_requests, settings.cache.capacity_tokens
+    share = find_share(settings.selection, spec)
+    return Workload.from_selection(
+        settings.selection,
+        anchors=None if share is None else tuple(sorted(set(share.sources))),
+        context_tokens=min(spec.max_context, max(1, capacity // concurrency)),
+        concurrency=concurrency,
+        capacity_tokens=capacity,
+        max_context=spec.max_context,
+    )
+
+
+def _with_dense_samples(settings: ServeSettings) -> ServeSettings:
+    """Attend to everything up to as many tokens as a step with samples attends to anyway."""
+    selection = settings.selection
+    if not selection.num_samples:
+        return settings
+    changed = selection.model_copy(update={"dense_tokens": selection.row_tokens})
+    return settings.model_copy(update={"selection": changed})
+
+
+def _with_dense_tokens(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, progress: Callable[[str], None],
+    *, device: str,
+) -> ServeSettings:  # fmt: skip
+    selection = settings.selection
+    if selection.dense_tokens is not None or not selection.dense_while_fits:
+        return settings
+    if not settings.rank_settings.placement.attends_to_pool:
+        return settings
+    if device == "cpu":
+        return _with_dense_samples(settings)
+    shape = _shape(settings, spec, model_dir)
+    if selection.declared.keeps_sink_only:  # which attend to so much at any length
+        return settings
+    load, tp_size = _load(settings, spec), settings.tensor_parallel
+    cost, note = constants_here()
+    tokens = break_even_tokens(shape, load, tp_size, cost)
+    changes = {"dense_tokens": tokens}
+    said = f"requests of up to {tokens} tokens attend to everything"
+    if selection.dense_batch_tokens is None:
+        together = break_even_batch_tokens(shape, load, tp_size, cost)
+        changes["dense_batch_tokens"] = together
+        said += f", and so do all of a step that has no more than {together} in all"
+    progress(f"{said}: selecting pays beyond, by constants of {cost.origin}")
+    if note:
+        progress(f"predicted times: {note}")
+    changed = selection.model_copy(update=changes)
+    return settings.model_copy(update={"selection": changed})
+
+
+def _choose(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
+) -> tuple[ServeSettings, str]:
+    """Decide what is open of `cache_ranks`, `transport` and `tensor_parallel`, and say why."""
+    if settings.cache_ranks == 0:
+        return settings, "--cache-ranks 0 was given"
+    if settings.cache_rank_address is not None:
+        return settings, f"--cache-rank-address {settings.cache_rank_address} was given"
+    if settings.transport is not None:
+        return settings, f"--transport {settings.transport} was given"
+    if settings.cache_ranks is not None:
+        return settings, f"--cache-ranks {settings.cache_ranks} was given"
+    if device == "cpu" and spec.linear_layers and settings.tensor_parallel == 1:
+        reason = "states of linear attention cannot be taken back if a cache rank is lost"
+        return settings.model_copy(update={"cache_ranks": 0}), reason
+    if device == "cpu":
+        return settings, "on a CPU both processes can map the same memory"
+    if settings.selection.declared.attends:
+        reason = f"policy {settings.selection.policy} attends on the host's CPU"
+        return settings.model_copy(update={"cache_ranks": 1, "transport": "shared"}), reason
+    reason = ""
+    if settings.tensor_parallel > 1:
+        reason = f"--tp {settings.tensor_parallel} splits the cache as well"
+    elif not captures_steps(settings.selection.policy):
+        reason = f"decode steps of policy {settings.selection.policy} are not captured"
+    if reason:
+        return settings.model_copy(update={"cache_ranks": 0}), reason
+    return _predicted_fastest(settings, spec, model_dir)
+
+
+def _predicted_fastest(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path
+) -> tuple[ServeSettings, str]:
+    """Take what `tandemkv plan` predicts to be fastest on these GPUs."""
+    num_gpus = torch.cuda.device_count()
+    shape = _shape(settings, spec, model_dir)
+    # No head follows one of another GPU.
+    crosses = _crosses_heads(find_share(settings.selection, spec))
+    available = {
+        planned.name
+        for planned in possible_placements(shape, num_gpus)
+        if planned.kind is PlacementKind.IN_PROCESS and (planned.tp_size == 1 or not crosses)
+    }
+    if num_gpus >= 2 and are_peers(0, 1) and not spec.other_layers:
+        available.add("1+1")
+    if not available:  # neither GPU can use the other
+        num_gpus, available = 1, {"in-process-tp1"}
+    choice = choose_placement(
+        shape,
+        _load(settings, spec),
+        num_gpus=num_gpus,
+        gpu_bytes=min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)),
+        available=available,
+        cost=constants_here().cost,
+    )
+    if choice.chosen is None:
+        raise SettingsError(f"{choice.reason}; `tandemkv plan` shows every placement")
+    chosen = choice.chosen.placement
+    update: dict[str, object] = {"tensor_parallel": chosen.tp_size}
+    if chosen.kind is PlacementKind.IN_PROCESS:
+        update["cache_ranks"] = 0
+    else:
+        update |= {"cache_ranks": 1, "transport": "shared"}
+    return settings.model_copy(update=update), f"{chosen.name}: {choice.reason}"

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge settings: flags over environment over YAML over defaults. Errors name key and source."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+
+from .launch_settings import ServeSettings
+from .policy_options import (
+    GROUP,
+    chosen_policy,
+    collect_options,
+    option_names,
+    options_in,
+    options_tree,
+    split_option,
+)
+
+_LAYER_LISTS = ("selection.exact_layers", "selection.anchors")
+
+_DECIDED = "placement"
+_ENTERED = ("selection.declared", "selection.options", _DECIDED)
+"""What a policy's class says, its options, which have names of their own, and what is decided."""
+
+ENVIRONMENT_PREFIX = "TANDEMKV_SERVE_"
+
+
+class Sourced(NamedTuple):
+    """A value and where it came from, e.g. ``--port`` or ``serve.yaml``."""
+
+    value: Any
+    source: str
+
+
+def setting_fields(model: type[BaseModel] = ServeSettings, prefix: str = "") -> dict[str, Any]:
+    """Dotted name of every setting to its pydantic field."""
+    fields: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if f"{prefix}{name}" in _ENTERED:
+            continue
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            fields.update(setting_fields(field.annotation, f"{prefix}{name}."))
+        else:
+            fields[f"{prefix}{name}"] = field
+    return fields
+
+
+def load_settings(
+    flags: Mapping[str, Sourced], environ: Mapping[str, str], config: Path | None = None
+) -> ServeSettings:
+    """Return the settings, merged and checked.
+
+    `flags` maps dotted names to values given on the command line. Of `environ` the variables that
+    begin with ``TANDEMKV_SERVE_`` count; `config` is a YAML file. Raises `SettingsError` if a key
+    is unknown or a value is wrong; the message names the key and its source.
+    """
+    in_file = _from_yaml(config) if config is not None else {}
+    merged = in_file | _from_environment(environ) | dict(flags)
+    tree: dict[str, Any] = {}
+    options = {key: merged.pop(key) for key in list(merged) if key.startswith(f"{GROUP}.")}
+    for key, (value, source) in merged.items():
+        *groups, name = key.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[name] = _normalise(key, value, source)
+    if options:
+        found = collect_options(options, chosen_policy(merged), optional=in_file)
+        tree.setdefault("selection", {})["options"] = found
+    try:
+        return ServeSettings.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, merged)) from None
+
+
+_OPEN_UNLESS_SET = (("selection", "index_dtype"), ("selection", "num_recent_tokens"))
+"""What the devices decide where nobody has set it; the defaults are those of a CPU."""
+
+
+def to_yaml(settings: ServeSettings) -> str:
+    """Return the settings as YAML that ``--config`` reads back; what is open stays open."""
+    tree = settings.model_dump(mode="json")
+    for name in ("declared", "options"):
+        del tree["selection"][name]
+    if settings.placement is None:
+        del tree[_DECIDED]
+    for group, name in _OPEN_UNLESS_SET:
+        if name not in getattr(settings, group).model_fields_set:
+            del tree[group][name]
+    tree[GROUP] = options_tree(settings.selection)
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def _from_yaml(path: Path) -> dict[str, Sourced]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise SettingsError(f"--config {path}: not valid YAML ({where})") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise SettingsError(f"--config {path}: a mapping of settings is required")
+    found: dict[str, Sourced] = {}
+    _flatten(tree, "", str(path), found)
+    return found
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str, source: str, out: dict[str, Sourced]) -> None:
+    groups = {key.rpartition(".")[0] for key in setting_fields()} - {""}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key == GROUP:
+            out.update({x: Sourced(item, source) for x, item in options_in(value, source).items()})
+        elif key == _DECIDED:  # in the file that `serve` writes for the cache rank
+            out[key] = Sourced(value, source)
+        elif key in groups:
+            if not isinstance(value, dict):
+                raise SettingsError(f"{key} (from {source}): a group of settings is required")
+            _flatten(value, f"{key}.", source, out)
+        else:
+            require_known(key, source)
+            out[key] = Sourced(value, source)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
+    found: dict[str, Sourced] = {}
+    for variable in sorted(environ):
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            value = environ[variable]
+            if key == GROUP:
+                given = options_in(value, variable)
+                found.update({x: Sourced(item, variable) for x, item in given.items()})
+                continue
+            if not key.startswith(f"{GROUP}."):
+                require_known(key, variable)
+            found[key] = Sourced(value, variable)
+    return found
+
+
+def read_assignments(texts: Sequence[str]) -> dict[str, Sourced]:
+    """Return what ``--set`` was given: ``policy.option=value``, or a setting's dotted name.
+
+    Raises `SettingsError` if a text is none of both; with the name that may be meant.
+    """
+    found: dict[str, Sourced] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        name, source = name.strip(), f"--set {name.strip()}"
+        if not separator:
+            raise SettingsError(f"--set {text}: NAME=VALUE is required, e.g. sfi.max_interval=8")
+        option = None if name in setting_fields() else split_option(name)
+        if option is None:
+            require_known(name, source)
+        found[name if option is None else option.key] = Sourced(value, source)
+    return found
+
+
+def require_known(key: str, source: str) -> None:
+    """Refuse what is no setting.
+
+    Raises `SettingsError`, with the setting that may be meant.
+    """
+    known = setting_fields()
+    if key in known:
+        return
+    names = [*known, *option_names()]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    near = near or [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    hint = f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings` lists all"
+    raise SettingsError(f"unknown setting {key} (from {source}); {hint}")
+
+
+def _normalise(key: str, value: Any, source: str) -> Any:
+    """Read the text forms of lists and of "not set"."""
+    if key in _LAYER_LISTS:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return (value,)
+        if isinstance(value, str):
+            if value.strip().lower() in ("none", ""):
+                return ()
+            return tuple(part.strip() for part in value.split(","))
+    elif key == "edge.cors_origins" and isinstance(value, str):
+        return () if value.strip().lower() in ("none", "") else tuple(value.split(","))
+    elif key == "sglang_args" and isinstance(value, str):
+        try:
+            return tuple(shlex.split(value))
+        except ValueError as error:
+            raise SettingsError(f"sglang_args (from {source}): {error}") from error
+    elif isinstance(value, str) and value.lower() == "none":
+        field = setting_fields()[key]
+        return None if field.default is None else value
+    return value
+
+
+def _explain(error: ValidationError, merged: Mapping[str, Sourced]) -> str:
+    """One line per wrong setting: key, value, source, what is required."""
+    lines: list[str] = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+        message = item["msg"].removeprefix("Value error, ")
+        if key == "model" and item["type"] == "missing":
+            message = "no model given: `tandemkv serve MODEL`, a model directory or smollm2"
+            line = message
+        elif key in merged:
+            line = f"{key}={merged[key].value} (from {merged[key].source}): {message}"
+        else:  # a check over several settings
+            given = [
+                f"{name} from {value.source}"
+                for name, value in merged.items()
+                if name.startswith(f"{key}." if key else "") and name.split(".")[-1] in message
+            ]
+            line = f"{message} ({', '.join(given)})" if given else message
+            line = f"{key}: {line}" if key else line
+        if line not in lines:
+            lines.append(line)
+    return "; ".join(lines)
