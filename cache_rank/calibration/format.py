@@ -24,7 +24,8 @@ class CalibratedModel(FrozenModel):
     """The model that was measured.
 
     `model_hash` is `tandemkv.cache_rank.protocol.models.model_spec.model_hash`: of
-    ``config.json`` and of name, size, first and last MiB of each weight file; absent if the figures are from a paper.
+    ``config.json`` and of name, size, first and last MiB of each weight file; absent if the
+    figures are from a paper.
     """
 
     model_id: str = Field(min_length=1, max_length=256)
