@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Max pooling of scores over positions; called by selection policies."""
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 from tandemkv.kernels.check import FLOAT32, Dims, check_int, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
 
 MAX_REACH = 31
 
@@ -45,9 +48,15 @@ def pool_positions(scores: torch.Tensor, before: int, after: int) -> torch.Tenso
         return scores
     if scores.stride(2) != 1:
         fail("scores.stride(2)", scores.stride(2), "1")
-    run = resolve("position_pooling", "pool_positions", scores.device)
-    pooled: torch.Tensor = run(scores, before, after)
-    return pooled
+    if uses_triton(scores.device):
+        from tandemkv.kernels.triton_ops.position_pooling import pool_positions as on_gpu
+
+        return on_gpu(scores, before, after)
+    is_candidate = scores > -math.inf
+    own = torch.where(is_candidate, scores, -math.inf)
+    padded = F.pad(own, (before, after), value=-math.inf)
+    pooled = F.max_pool1d(padded, kernel_size=before + 1 + after, stride=1)
+    return torch.where(is_candidate, pooled, -math.inf)
 
 
 def check_reach(before: int, after: int) -> None:

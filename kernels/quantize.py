@@ -10,9 +10,13 @@ in a completed page are not in the index).
 import torch
 
 from tandemkv.kernels.check import INT8, INTS, KV_FLOATS, Dims, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
+from tandemkv.kernels.paging import rows_at
 
 _UINT8, _FLOAT16 = (torch.uint8,), (torch.float16,)
+_MAX, _MAX_INT4 = 127, 15
+# The smallest normal float: zero tokens get a scale that divides safely.
+_MIN_SCALE = torch.finfo(torch.float32).tiny
 
 
 def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,8 +42,10 @@ def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     dims = Dims()
     dims.check("k", k, "num_tokens num_kv_heads head_dim", KV_FLOATS)
-    result: tuple[torch.Tensor, torch.Tensor] = resolve("quantize", "quantize_int8", k.device)(k)
-    return result
+    wide = k.float()
+    scale = (wide.abs().amax(dim=-1) / _MAX).clamp_(min=_MIN_SCALE)
+    quantized = torch.round(wide / scale.unsqueeze(-1)).clamp_(-_MAX, _MAX)
+    return quantized.to(torch.int8), scale
 
 
 def append_int8(
@@ -63,7 +69,12 @@ def append_int8(
     dims.check("slots", slots, "num_tokens", INTS)
     dims.check("codes", codes, "num_slots num_kv_heads head_dim", INT8)
     dims.check("scale", scale, "num_slots num_kv_heads", (torch.float32,))
-    resolve("quantize", "append_int8", k_pool.device)(k_pool, slots, codes, scale)
+    if uses_triton(k_pool.device):
+        from tandemkv.kernels.triton_ops.quantize import append_int8 as on_gpu
+
+        return on_gpu(k_pool, slots, codes, scale)
+    slots = slots[slots >= 0].long()
+    codes[slots], scale[slots] = quantize_int8(rows_at(k_pool, slots))
 
 
 def _check_int4(
@@ -105,7 +116,22 @@ def quantize_int4_pages(
     dims = Dims()
     _check_int4(dims, k_pool, codes, scales)
     dims.check("pages", pages, "num_quantized", INTS)
-    resolve("quantize", "quantize_int4_pages", k_pool.device)(k_pool, pages, codes, scales)
+    if uses_triton(k_pool.device):
+        from tandemkv.kernels.triton_ops.quantize import quantize_int4_pages as on_gpu
+
+        return on_gpu(k_pool, pages, codes, scales)
+    pages = pages[pages >= 0].long()
+    num_pages, num_heads, page_size, half = codes.shape
+    keys = k_pool.view(num_pages, page_size, num_heads, 2 * half)[pages].float()
+    low, high = keys.amin(dim=1), keys.amax(dim=1)  # [n, H, D]
+    step = ((high - low) / _MAX_INT4).half()
+    zero = low.half()
+    divisor = torch.where(step > 0, step.float(), 1.0)
+    shifted = keys - zero.float().unsqueeze(1)
+    rounded = torch.round(shifted / divisor.unsqueeze(1)).clamp_(0, _MAX_INT4)
+    code = torch.where((step > 0).unsqueeze(1), rounded, 0.0).to(torch.uint8).transpose(1, 2)
+    codes[pages] = code[..., :half] | (code[..., half:] << 4)
+    scales[pages] = torch.stack([step, zero], dim=2)
 
 
 def append_int4(
@@ -140,5 +166,11 @@ def append_int4(
     _check_int4(dims, k_pool, codes, scales)
     dims.check("page_table", page_table, "num_reqs max_pages", INTS)
     dims.check("lengths", lengths, "num_reqs", INTS)
-    run = resolve("quantize", "append_int4", k_pool.device)
-    run(k_pool, page_table, lengths, codes, scales)
+    if uses_triton(k_pool.device):
+        from tandemkv.kernels.triton_ops.quantize import append_int4 as on_gpu
+
+        return on_gpu(k_pool, page_table, lengths, codes, scales)
+    page_size = codes.shape[2]
+    is_full = (lengths > 0) & (lengths % page_size == 0)
+    last = (lengths.long() // page_size - 1)[is_full]
+    quantize_int4_pages(k_pool, page_table[is_full].gather(1, last[:, None])[:, 0], codes, scales)

@@ -32,7 +32,8 @@ from tandemkv.kernels.check import (
     check_int,
     fail,
 )
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
+from tandemkv.kernels.paging import key_logits, slots_of
 
 POOLINGS = ("softmax_mean", "max_logit", "mean_logit")
 # Tokens that share one maximum in the scratch, at least; also the smallest page of int4 keys.
@@ -40,6 +41,8 @@ MIN_TILE = 16
 # Programs of the scan for each multiprocessor of a GPU, at most: kinds of keys take a part of it.
 PROGRAMS_PER_SM = 64
 MAX_SPLITS = 256
+# Logits of a query window that plain torch holds at a time, in elements (64 MiB).
+_MAX_WINDOW_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,12 +263,36 @@ def score_keys(
     """
     dims = check_scan(q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active)
     _check_buffers(dims, width, out, scratch)
-    run = resolve("score", "score_keys", q.device)
-    options = {"k_scale": k_scale, "page_size": page_size, "active": active}
-    scores: torch.Tensor = run(
-        *(q, k_pool, slots, lo, hi), width=width, scale=scale, pooling=pooling, **options,
-        out=out, scratch=scratch,
-    )  # fmt: skip
+    if uses_triton(q.device):
+        from tandemkv.kernels.triton_ops.score import score_keys as on_gpu
+
+        return on_gpu(
+            q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+            page_size=page_size, active=active, out=out, scratch=scratch,
+        )  # fmt: skip
+    num_reqs, _, head_dim = q.shape
+    num_kv_heads = k_pool.shape[1]
+    grouped = (q.float() * scale).reshape(num_reqs, num_kv_heads, -1, head_dim)
+    scores = out
+    if scores is None:
+        scores = grouped.new_full((num_reqs, num_kv_heads, width), float("-inf"))
+    limit = min(width, slots.shape[1] * page_size)
+    if active is not None:
+        hi = torch.where(active != 0, hi, 0)
+    for req, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
+        if last <= first:
+            continue
+        if first < 0 or last > limit:
+            fail(f"[lo, hi) of request {req}", (first, last), f"in [0, {limit}] (width, max_pages)")
+        row = slots_of(slots[req], first, last, page_size)
+        logits = key_logits(grouped[req], k_pool, row, k_scale)  # [H, G, n]
+        if pooling == "softmax_mean":
+            pooled = torch.softmax(logits, dim=-1).mean(dim=1)
+        elif pooling == "max_logit":
+            pooled = logits.amax(dim=1)
+        else:
+            pooled = logits.mean(dim=1)
+        scores[req, :, first:last] = pooled
     return scores
 
 
@@ -333,9 +360,34 @@ def score_window(
     check_int("window_len", dims["window_len"], minimum=1)
     check_int("lo", lo, minimum=0)
     check_int("hi", hi, minimum=0, maximum=dims["num_row_pages"] * page_size)
-    run = resolve("score", "score_window", q_window.device)
-    scores: torch.Tensor = run(
-        q_window, k_pool, slots_row, lo, hi, q_positions, scale=scale, k_scale=k_scale,
-        page_size=page_size,
-    )  # fmt: skip
+    if uses_triton(q_window.device):
+        from tandemkv.kernels.triton_ops.score import score_window as on_gpu
+
+        return on_gpu(
+            q_window, k_pool, slots_row, lo, hi, q_positions, scale=scale, k_scale=k_scale,
+            page_size=page_size,
+        )  # fmt: skip
+    window_len, num_qo_heads, head_dim = q_window.shape
+    num_kv_heads = k_pool.shape[1]
+    group = num_qo_heads // num_kv_heads
+    scores = k_pool.new_full((num_kv_heads, hi), float("-inf"), dtype=torch.float32)
+    if lo >= hi:
+        return scores
+    grouped = (q_window.float() * scale).reshape(window_len, num_kv_heads, group, head_dim)
+    positions = torch.arange(lo, hi, device=q_window.device)
+    total = scores.new_zeros((num_kv_heads, hi - lo))
+    row = slots_of(slots_row, lo, hi, page_size)
+    num_per_chunk = max(1, _MAX_WINDOW_LOGITS // (num_qo_heads * (hi - lo)))
+    for start in range(0, window_len, num_per_chunk):
+        part = grouped[start : start + num_per_chunk].transpose(0, 1)  # [H, w, G, D]
+        num_queries = part.shape[1]
+        logits = key_logits(part.reshape(num_kv_heads, -1, head_dim), k_pool, row, k_scale).view(
+            num_kv_heads, num_queries, group, -1
+        )
+        hidden = positions > q_positions[start : start + num_queries, None]  # [w, n]
+        logits.masked_fill_(hidden[:, None, :], float("-inf"))
+        probs = torch.softmax(logits, dim=-1)
+        probs.masked_fill_(hidden.all(dim=-1)[:, None, None], 0.0)  # the softmax of nothing
+        total += probs.sum(dim=(1, 2))
+    scores[:, lo:] = total / (window_len * group)
     return scores

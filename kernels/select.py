@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.kernels.check import Dims, check_int, fail
-from tandemkv.kernels.dispatch import resolve
-from tandemkv.kernels.position_pooling import check_reach
-from tandemkv.kernels.score import ScoreScratch, check_scan, make_score_scratch
-from tandemkv.kernels.topk import make_topk_scratch
+from tandemkv.kernels.dispatch import uses_triton
+from tandemkv.kernels.position_pooling import check_reach, pool_positions
+from tandemkv.kernels.score import ScoreScratch, check_scan, make_score_scratch, score_keys
+from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +127,21 @@ def score_topk(
     if scratch is not None:
         _check_scratch(dims, scratch, width)
     check_reach(*pooled_positions)
-    run = resolve("select", "score_topk", q.device)
-    chosen: tuple[torch.Tensor, torch.Tensor] = run(
-        q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, scratch=scratch, scan_stream=scan_stream,
-        pooled_positions=pooled_positions,
+    if uses_triton(q.device):
+        from tandemkv.kernels.triton_ops.select import score_topk as on_gpu
+
+        return on_gpu(
+            q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling,
+            k_scale=k_scale, page_size=page_size, active=active, scratch=scratch,
+            scan_stream=scan_stream, pooled_positions=pooled_positions,
+        )  # fmt: skip
+    scores = score_keys(
+        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+        page_size=page_size, active=active,
     )  # fmt: skip
-    return chosen
+    scores = pool_positions(scores, *pooled_positions)
+    out_scores = torch.empty((*scores.shape[:2], k), device=q.device)
+    return topk_positions(scores, k, sort=False, out_scores=out_scores), out_scores
 
 
 def _check_scratch(dims: Dims, scratch: SelectScratch, width: int) -> None:

@@ -4,7 +4,9 @@
 import torch
 
 from tandemkv.kernels.check import FLOAT32, INT32, INTS, Dims, check_int, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
+
+_INF = float("inf")
 
 
 def make_topk_scratch(
@@ -28,8 +30,9 @@ def make_topk_scratch(
     device = torch.device(device)
     size = 0
     if device.type == "cuda":
-        capacity: int = resolve("topk", "capacity_of", device)(k)
-        size = 2 + 2 * capacity
+        from tandemkv.kernels.triton_ops.topk import capacity_of
+
+        size = 2 + 2 * capacity_of(k)
     return torch.empty((num_reqs * num_kv_heads, size), dtype=torch.int32, device=device)
 
 
@@ -93,8 +96,40 @@ def topk_positions(
         need = scores.shape[0] * scores.shape[1]
         if scratch.shape[0] < need:
             fail("scratch.shape", tuple(scratch.shape), f"[>= {need}, ...]: make_topk_scratch")
-    run = resolve("topk", "topk_positions", scores.device)
-    positions: torch.Tensor = run(
-        scores, k, lo=lo, hi=hi, sort=sort, scratch=scratch, out_scores=out_scores
-    )
+    if uses_triton(scores.device):
+        from tandemkv.kernels.triton_ops.topk import topk_positions as on_gpu
+
+        return on_gpu(scores, k, lo=lo, hi=hi, sort=sort, scratch=scratch, out_scores=out_scores)
+    num_reqs, num_kv_heads, max_len = scores.shape
+    positions = torch.full((num_reqs, num_kv_heads, k), -1, dtype=torch.int32, device=scores.device)
+    if out_scores is not None:
+        out_scores.fill_(-_INF)
+    num_found = min(k, max_len)
+    if num_found:
+        ranked = torch.nan_to_num(scores, nan=-_INF, posinf=_INF, neginf=-_INF)
+        place = torch.arange(max_len, device=scores.device)
+        if lo is not None:
+            ranked.masked_fill_((place < lo[:, None])[:, None], -_INF)
+        if hi is not None:
+            ranked.masked_fill_((place >= hi[:, None])[:, None], -_INF)
+        # Sorted in any case: padding has to be at the end. One more tells if equal ones are cut.
+        values, indices = torch.topk(ranked, min(num_found + 1, max_len), dim=-1, sorted=True)
+        is_tied = ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -_INF)).any(dim=-1)
+        values, indices = values[..., :num_found], indices[..., :num_found]
+        if bool(is_tied.any()):
+            indices[is_tied] = _lowest_of_equal(ranked[is_tied], num_found)
+        positions[..., :num_found] = torch.where(values > -_INF, indices, -1)
+        if out_scores is not None:
+            out_scores[..., :num_found] = values
     return positions
+
+
+def _lowest_of_equal(ranked: torch.Tensor, k: int) -> torch.Tensor:
+    """Return places ``[n, k]`` of the best of ``[n, max_len]``, of equal ones the lowest first.
+
+    `torch.topk` takes any of them. Few scores are equal as a rule; pooled ones are.
+    """
+    bits = (ranked + 0.0).view(torch.int32)  # -0.0 equals 0.0
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
+    order -= torch.arange(ranked.shape[-1], device=ranked.device)
+    return torch.topk(order, k, dim=-1, sorted=True).indices
