@@ -124,7 +124,7 @@ class CacheEngine:
             num_layers=len(self.program.sources),
             num_rows=self._pools.num_rows,
             device=self._device,
-            allocate=self._pools.allocate,
+            allocate=self._pools.allocate or self._zeros,
         )
 
     def _make_mirror(self) -> ResidentMirror:
