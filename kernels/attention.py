@@ -33,7 +33,8 @@ def attend_paged(
         ``[num_reqs, max_pages]``, int32 or int64. Page that each run of `page_size` logical
         positions lies in, hence their slots if that is 1; only what holds ``[0, hi)`` is read.
     hi : torch.Tensor
-        ``[num_reqs]``, int32 or int64, ``0 <= hi <= max_pages * page_size``.
+        ``[num_reqs]``, int32 or int64, ``0 <= hi <= max_pages * page_size``. Checked on a CPU, as
+        are the slots below.
     scale : float
         Factor of the logits, usually ``head_dim ** -0.5``.
     page_size : int
@@ -46,11 +47,6 @@ def attend_paged(
     lse : torch.Tensor
         ``[num_reqs, num_qo_heads]``, float32. Natural logarithm of the sum of the exponentials of
         the scaled logits; ``-inf`` where there is nothing to attend to.
-
-    Raises
-    ------
-    ValueError
-        On CPU also if `hi` or a slot below it is out of bounds.
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)

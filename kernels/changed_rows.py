@@ -47,11 +47,6 @@ def take_changed_rows(
     k, v : torch.Tensor
         ``[num_reqs, num_kv_heads, cap, head_dim]``, dtype of the sets, dense. Written where `slots`
         names one.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
     """
     dims = Dims()
     dims.check("positions", positions, "num_rows num_kv_heads num_slots", INT32)
@@ -91,11 +86,6 @@ def put_changed_rows(
         As there; slots are distinct within a head.
     k_res, v_res : torch.Tensor
         As there. Written.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
     """
     _check(Dims(), k_res, v_res, rows, slots, k, v)
     if uses_triton(k_res.device):

@@ -76,13 +76,6 @@ def exchange_rows(
         Tokens per page, ``>= 1``. With 1, `slots` holds the slot of each position.
     weights : SampleWeights, optional
         Copied too, bit by bit, also where nothing is fetched.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype, device or `page_size` differs from the above.
-    IndexError, RuntimeError
-        On CPU, if a page, slot or row is out of range.
     """
     check_int("page_size", page_size, minimum=1)
     dims = Dims()

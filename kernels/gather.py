@@ -26,13 +26,6 @@ def gather_tokens(
     k_out, v_out : torch.Tensor
         ``[num_tokens, num_kv_heads, head_dim]``, dtype of the pools, dense. Written.
 
-    Raises
-    ------
-    ValueError
-        If a shape, stride, dtype or device differs from the above.
-    IndexError, RuntimeError
-        On CPU, if a slot is out of range.
-
     Notes
     -----
     Asynchronous on the current stream. On a GPU it is made for reading over NVLink: few programs

@@ -16,9 +16,8 @@ def merge_attention(
     out_a, out_b : torch.Tensor
         ``[num_reqs, num_qo_heads, head_dim]``, float.
     lse_a, lse_b : torch.Tensor
-        ``[num_reqs, num_qo_heads]``, float32. Natural-log log-sum-exp of the
-        scaled logits; ``-inf`` for an empty set, whose output then has no
-        influence, NaN included.
+        ``[num_reqs, num_qo_heads]``, float32. Natural-log log-sum-exp of the scaled logits;
+        ``-inf`` for an empty set, whose output then has no influence, NaN included.
 
     Returns
     -------

@@ -32,10 +32,6 @@ def pool_positions(scores: torch.Tensor, before: int, after: int) -> torch.Tenso
         As `scores`, ``-inf`` where a position is no candidate, for itself or its neighbours.
         `scores` itself where no other position counts.
 
-    Notes
-    -----
-    On a GPU one launch, asynchronous and CUDA-graph safe.
-
     References
     ----------
     With `before` equal to `after` the pooling of SnapKV (arXiv:2404.14469, section 4.2) with
@@ -60,12 +56,6 @@ def pool_positions(scores: torch.Tensor, before: int, after: int) -> torch.Tenso
 
 
 def check_reach(before: int, after: int) -> None:
-    """Refuse what `pool_positions` does.
-
-    Raises
-    ------
-    ValueError
-        If one of them is not between 0 and `MAX_REACH`.
-    """
+    """Raise `ValueError` unless both are between 0 and `MAX_REACH`."""
     check_int("before", before, minimum=0, maximum=MAX_REACH)
     check_int("after", after, minimum=0, maximum=MAX_REACH)

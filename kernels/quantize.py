@@ -25,7 +25,7 @@ def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Parameters
     ----------
     k : torch.Tensor
-        ``[num_tokens, num_kv_heads, head_dim]``, float or float8_e4m3fn, finite.
+        ``[num_tokens, num_kv_heads, head_dim]``, float or float8_e4m3fn, finite (not checked).
 
     Returns
     -------
@@ -34,11 +34,6 @@ def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale : torch.Tensor
         ``[num_tokens, num_kv_heads]``, float32, ``> 0``:
         ``quantized * scale`` is within ``scale / 2`` of `k`.
-
-    Raises
-    ------
-    ValueError
-        If `k` differs from the above, finiteness aside, which is not checked.
     """
     dims = Dims()
     dims.check("k", k, "num_tokens num_kv_heads head_dim", KV_FLOATS)
@@ -103,15 +98,13 @@ def quantize_int4_pages(
         ``[n]``, int32 or int64. Pages to quantize; negative ones are skipped.
         The range is not checked on a GPU.
     codes : torch.Tensor
-        ``[num_pages, num_kv_heads, page_size, head_dim // 2]``, uint8, written
-        at `pages`: channel c in the low nibble of byte c, channel
-        ``c + head_dim // 2`` in its high nibble, so that either nibble of a row
-        of bytes is a row of neighbouring channels.
+        ``[num_pages, num_kv_heads, page_size, head_dim // 2]``, uint8, written at `pages`: channel
+        c in the low nibble of byte c, channel ``c + head_dim // 2`` in its high nibble, so that
+        either nibble of a row of bytes is a row of neighbouring channels.
     scales : torch.Tensor
-        ``[num_pages, num_kv_heads, 2, head_dim]``, float16, written at `pages`:
-        scale, then zero. A key is about ``code * scale + zero``: within
-        ``scale / 2``, and within 2**-10 of the page's largest magnitude in that
-        channel more, which is the rounding of scale and zero themselves.
+        ``[num_pages, num_kv_heads, 2, head_dim]``, float16, written at `pages`: scale, then zero. A
+        key is about ``code * scale + zero``: within ``scale / 2``, and within 2**-10 of the page's
+        largest magnitude in that channel more, which is the rounding of scale and zero themselves.
     """
     dims = Dims()
     _check_int4(dims, k_pool, codes, scales)
@@ -150,14 +143,12 @@ def append_int4(
     page_table : torch.Tensor
         ``[num_reqs, max_pages]``, int32 or int64: pages of each request.
     lengths : torch.Tensor
-        ``[num_reqs]``, int32 or int64: tokens of each request, the new ones
-        included. If a length is a positive multiple of the page size, its last
-        page is quantized; else nothing happens.
+        ``[num_reqs]``, int32 or int64: tokens of each request, the new ones included. If a length
+        is a positive multiple of the page size, its last page is quantized; else nothing happens.
 
     Notes
     -----
-    One launch a layer, without host sync: CUDA-graph safe. A page is in the
-    index from the step that completes it, so candidates must end at or before
+    A page is in the index from the step that completes it, so candidates must end at or before
     the last completed page: recent tokens, which are attended to anyway, must
     be at least `page_size`. Several tokens a step would jump over a boundary:
     quantize those pages with `quantize_int4_pages`.

@@ -76,11 +76,6 @@ def predict_query(
     torch.Tensor
         ``[num_tokens, num_qo_heads, head_dim]``, of the dtype of `hidden`.
 
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above, or an int8 weight has no scale or another one has.
-
     Notes
     -----
     On a GPU all tensors must be dense in their last dimension. The products of hidden values and
@@ -154,7 +149,7 @@ def quantize_query_weight(
     Parameters
     ----------
     weight : torch.Tensor
-        ``[num_qo_heads * head_dim, hidden_size]``, float, finite, on any device.
+        ``[num_qo_heads * head_dim, hidden_size]``, float, finite (not checked), on any device.
     device : torch.device
         Of the result; what is worked out, too, is worked out there, some rows at a time.
 
@@ -165,11 +160,6 @@ def quantize_query_weight(
     scale : torch.Tensor
         ``[num_qo_heads * head_dim]``, float32, ``> 0``: ``quantized * scale[:, None]`` is within
         ``scale / 2`` of `weight`.
-
-    Raises
-    ------
-    ValueError
-        If `weight` differs from the above, finiteness aside, which is not checked.
     """
     Dims().check("weight", weight, "width hidden_size", FLOATS)
     quantized = torch.empty(weight.shape, dtype=torch.int8, device=device)

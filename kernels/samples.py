@@ -77,13 +77,7 @@ def make_sample_scratch(
 
 
 def check_num_samples(num_samples: int) -> None:
-    """Refuse what cannot be spaced evenly.
-
-    Raises
-    ------
-    ValueError
-        If `num_samples` is odd or out of ``[2, MOST_SAMPLES]``.
-    """
+    """Raise `ValueError` if `num_samples` is odd or out of ``[2, MOST_SAMPLES]``."""
     if num_samples % 2 or not 2 <= num_samples <= MOST_SAMPLES:
         fail("num_samples", num_samples, f"even, 2 to {MOST_SAMPLES}")
 

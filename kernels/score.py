@@ -220,12 +220,10 @@ def score_keys(
     scale : float
         Factor of the logits, usually ``head_dim ** -0.5``.
     pooling : str
-        How a KV head's query heads are combined. ``softmax_mean``: mean of the
-        softmax over the candidates (after the softmax). ``max_logit``,
-        ``mean_logit``: of the scaled logits.
+        How a KV head's query heads are combined. ``softmax_mean``: mean of the softmax over the
+        candidates (after the softmax). ``max_logit``, ``mean_logit``: of the scaled logits.
     page_size : int
-        Tokens a page; 1 makes `slots` the slot of each position. Of int4 keys
-        their own page size.
+        Tokens a page; 1 makes `slots` the slot of each position. Of int4 keys their own page size.
     active : torch.Tensor, optional
         ``[num_reqs]``, bool or int8: the other requests have no candidates.
     out : torch.Tensor, optional
@@ -237,29 +235,19 @@ def score_keys(
     Returns
     -------
     torch.Tensor
-        `out`, or ``[num_reqs, num_kv_heads, width]``, float32, with ``-inf``
-        outside ``[lo, hi)``.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype, device, `width`, `page_size` or `pooling` differs
-        from the above; on CPU also if a range or a slot that it covers is out
-        of bounds.
+        `out`, or ``[num_reqs, num_kv_heads, width]``, float32, with ``-inf`` outside ``[lo, hi)``.
 
     Notes
     -----
-    On a GPU the last dimension of `k_pool` and of `slots` must be dense, of int4
-    scales the last two; one launch, two for ``softmax_mean``; asynchronous, no host sync;
-    the grid depends on sizes only, so a captured graph may be replayed with
-    other `lo`, `hi` and `slots` (these are not checked there). Queries are
-    rounded to the dtype that tensor cores multiply in: the keys' own for native
-    ones (float32 stays float32), float16 after division by the head's largest
-    element for quantized ones and float8_e4m3fn. No key is dequantized: an int8 scale multiplies
-    the logit; an int4 scale is folded into the query, page by page, and the
-    query times the zeros is added. Between the two passes of ``softmax_mean``
-    logits stand in float16 relative to the maximum of at most 64 tokens.
-    The reference loops over requests and reads `lo` and `hi` on the host.
+    On a GPU the last dimension of `k_pool` and of `slots` must be dense, of int4 scales the last
+    two; one launch, two for ``softmax_mean``; the grid depends on sizes only, so a captured graph
+    may be replayed with other `lo`, `hi` and `slots` (these are not checked there). Queries are
+    rounded to the dtype that tensor cores multiply in: the keys' own for native ones (float32 stays
+    float32), float16 after division by the head's largest element for quantized ones and
+    float8_e4m3fn. No key is dequantized: an int8 scale multiplies the logit; an int4 scale is
+    folded into the query, page by page, and the query times the zeros is added. Between the two
+    passes of ``softmax_mean`` logits stand in float16 relative to the maximum of at most 64 tokens.
+    In plain torch it loops over requests and reads `lo` and `hi` on the host.
     """
     dims = check_scan(q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active)
     _check_buffers(dims, width, out, scratch)
@@ -331,26 +319,17 @@ def score_window(
     Returns
     -------
     torch.Tensor
-        ``[num_kv_heads, hi]``, float32; ``-inf`` below `lo`, 0 where no query
-        sees the position.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above; on CPU also if a slot is out of
-        bounds.
+        ``[num_kv_heads, hi]``, float32; ``-inf`` below `lo`, 0 where no query sees the position.
 
     Notes
     -----
-    On a GPU the last dimension of `k_pool` must be dense, of int4 scales the last
-    two; two launches, asynchronous, no host sync. Each reads the keys once, and
-    logits stay in registers: the first leaves the queries' sums of exponentials,
-    for a bounded number of parts, and the second the scores. Queries are rounded
-    to the dtype that tensor cores multiply in: the keys' own for native ones,
-    float16 relative to the largest element for quantized ones and float8_e4m3fn (which
-    is exact for bfloat16 queries but for what is tiny). int4 keys are dequantized to
-    float16 in registers; an int8 scale multiplies the logit. Nothing is compiled
-    again for another length of the prompt.
+    On a GPU the last dimension of `k_pool` must be dense, of int4 scales the last two; two
+    launches. Each reads the keys once, and logits stay in registers: the first leaves the queries'
+    sums of exponentials, for a bounded number of parts, and the second the scores. Queries are
+    rounded to the dtype that tensor cores multiply in: the keys' own for native ones, float16
+    relative to the largest element for quantized ones and float8_e4m3fn (which is exact for
+    bfloat16 queries but for what is tiny). int4 keys are dequantized to float16 in registers; an
+    int8 scale multiplies the logit. Nothing is compiled again for another length of the prompt.
     """
     dims = Dims()
     dims.check("q_window", q_window, "window_len num_qo_heads head_dim", FLOATS)

@@ -103,24 +103,16 @@ def score_topk(
     scores : torch.Tensor
         Likewise, float32: their scores, ``-inf`` for padding.
 
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above; on CPU also if a range or a slot that it covers
-        is out of bounds.
-
     Notes
     -----
-    On a GPU asynchronous, without host sync and CUDA-graph safe; four launches for
-    ``softmax_mean``, whose scores are never written to memory, up to six for the others. With
-    `pooled_positions` up to nine, and scores are written twice, ``[num_reqs, num_kv_heads, width]``
-    float32 each.
-    Exact for any content, as `tandemkv.kernels.topk.topk_positions` is. Of int4 keys, for groups
-    of three heads and more and without `pooled_positions`, exact among coded scores: between the
-    two passes a head's softmax, relative to the largest of at most 64 tokens, is a byte, five bits
-    of exponent and three of mantissa. A share of 2**-14 and more is within a sixteenth, one below
-    may be off by 2**-18, and below 2**-18 it counts as none. What stands in the scratch afterwards
-    is undefined.
+    On a GPU four launches for ``softmax_mean``, whose scores are never written to memory, up to six
+    for the others. With `pooled_positions` up to nine, and scores are written twice,
+    ``[num_reqs, num_kv_heads, width]`` float32 each. Exact for any content, as
+    `tandemkv.kernels.topk.topk_positions` is. Of int4 keys, for groups of three heads and more and
+    without `pooled_positions`, exact among coded scores: between the two passes a head's softmax,
+    relative to the largest of at most 64 tokens, is a byte, five bits of exponent and three of
+    mantissa. A share of 2**-14 and more is within a sixteenth, one below may be off by 2**-18, and
+    below 2**-18 it counts as none. What stands in the scratch afterwards is undefined.
     """
     dims = check_scan(q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active)
     check_int("k", k, minimum=0)

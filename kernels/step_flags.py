@@ -70,11 +70,6 @@ def send_rows(
         ``[num_rows]`` int32, in the memory of whoever waits.
     step, lost : torch.Tensor
         ``[1]`` int32; see the module.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     dims = _check(flags, step, lost, "num_rows")
     dims.check("hidden", hidden, "num_rows width", FLOATS)
@@ -112,11 +107,6 @@ def raise_flags(
     stamp : torch.Tensor, optional
         ``[1]`` int32, a copy of what `wait_flags` has left elsewhere. If it is before the step,
         `lost` is set to the step, and nothing is raised.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     _check(flags, step, lost, "n")
     if stamp is not None:
@@ -153,11 +143,6 @@ def wait_flags(
     stamp : torch.Tensor, optional
         ``[1]`` int32. Set to the step if the flags were raised and nothing is lost, else to the
         number before it: what is copied elsewhere tells there how the wait has ended.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     StepWait(flags=flags, step=step, lost=lost, timeout_s=timeout_s).check()
     if stamp is not None:

@@ -51,14 +51,12 @@ def topk_positions(
     Parameters
     ----------
     scores : torch.Tensor
-        ``[num_reqs, num_kv_heads, max_len]``, float32. ``-inf`` and NaN are
-        never chosen.
+        ``[num_reqs, num_kv_heads, max_len]``, float32. ``-inf`` and NaN are never chosen.
     k : int
         Positions per head, ``>= 0``; may exceed ``max_len``.
     lo, hi : torch.Tensor, optional
-        ``[num_reqs]``, int32 or int64. Only positions of ``[lo, hi)`` count; what
-        stands elsewhere may be anything. By default 0 and ``max_len``, to which
-        they are clamped.
+        ``[num_reqs]``, int32 or int64. Only positions of ``[lo, hi)`` count; what stands elsewhere
+        may be anything. By default 0 and ``max_len``, to which they are clamped.
     sort : bool
         False leaves the order of the chosen ones open.
     scratch : torch.Tensor, optional
@@ -77,9 +75,8 @@ def topk_positions(
 
     Notes
     -----
-    On a GPU asynchronous, without host sync and CUDA-graph safe: the grid depends on
-    shapes only. Exact for any content; content with very many equal scores
-    near the threshold takes a slower path.
+    On a GPU the grid depends on shapes only. Exact for any content; content with very many equal
+    scores near the threshold takes a slower path.
     """
     dims = Dims()
     dims.check("scores", scores, "num_reqs num_kv_heads max_len", FLOAT32)

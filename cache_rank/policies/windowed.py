@@ -37,7 +37,6 @@ class WindowOptions(PolicyOptions):
 
     def reads_rotary(self, capabilities: PolicyCapabilities) -> bool:
         """See `PolicyOptions.reads_rotary`."""
-        del capabilities
         return self.unrotate
 
 
