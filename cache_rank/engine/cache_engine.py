@@ -18,6 +18,7 @@ from tandemkv.cache_rank.policies.composition import Composition, is_captured
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.engine import EnginePools, PredictQuery
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
+from tandemkv.cache_rank.protocol.models.index_channels import read_index_channels
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.kernels.attention import attend_paged
@@ -199,7 +200,9 @@ class CacheEngine:
                 max_context=min(self._model.max_context, pools.num_slots),
             )
         index_dtype = selection.index_dtype if program.selects else "native"
-        return make_key_index(index_dtype, pools, program.sources)
+        heads = pools.shard.heads(self._model.num_kv_heads)
+        channels = read_index_channels(selection, program.sources, heads)
+        return make_key_index(index_dtype, pools, program.sources, channels)
 
     # -- prefill -------------------------------------------------------------------------
 
@@ -226,7 +229,7 @@ class CacheEngine:
     def seed(self, layer: int, request: int, row: int, queries: torch.Tensor) -> None:
         """See `Engine.seed`."""
         queries, place = queries.to(self._device), self._place_of.get(layer)
-        keys = (self._pools.k[layer], None) if place is None else self._index.keys(layer)
+        keys = (self._pools.k[layer], None) if place is None else self._index.seed_keys(layer)
         book = self.program.book_of(layer)
         positions = self._seeder.seed(layer, request, row, queries, keys, self._calls, book=book)
         if self._windows is not None and place is not None and book is not None:
@@ -358,7 +361,7 @@ class CacheEngine:
             return
         keys, k_scale = self._index.keys(layer)
         chosen, scores = score_topk(
-            query,
+            self._index.query_of(layer, query),
             keys,
             batch.pages[:size],
             batch.lo[:size],

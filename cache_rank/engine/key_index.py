@@ -8,7 +8,7 @@ indexed, since its slot was last given away.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -25,11 +25,16 @@ _AT_ONCE = 1 << 16
 class KeyIndex:
     """Keys of the selecting layers, by slot: here the pool itself, to which nothing is to be done.
 
-    Prefill calls may read sizes on the host.
+    Prefill calls may read sizes on the host. A copy may have a part of the channels: `channels` are
+    those of each head by layer, ``[H, R]`` int64; a layer that is missing has all.
     """
 
-    def __init__(self, pools: EnginePools) -> None:
+    def __init__(
+        self, pools: EnginePools, channels: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
         self._pools = pools
+        device = pools.k[0].device
+        self._channels = {layer: kept.to(device) for layer, kept in (channels or {}).items()}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By layer: what its keys are kept as, and the scales of that."""
 
@@ -41,6 +46,31 @@ class KeyIndex:
     def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Keys and scales, as `tandemkv.kernels.score.score_keys` takes them."""
         return self._copies.get(layer, (self._pools.k[layer], None))
+
+    def seed_keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys and scales with all channels, for the last queries of a prompt: the pool's or ours.
+
+        They are scanned once in a request, and its first steps rest on what they choose.
+        """
+        return (self._pools.k[layer], None) if layer in self._channels else self.keys(layer)
+
+    def query_of(self, layer: int, query: torch.Tensor, heads: Sequence[int] = ()) -> torch.Tensor:
+        """Return what of queries ``[S, n, D]`` meets keys of `layer`: ``[S, n, R]``.
+
+        The query heads are those of `heads`, or of all KV heads if none is named. R is D, or as
+        many channels as the index has.
+        """
+        channels = self._channels.get(layer)
+        if channels is None:
+            return query
+        if heads:
+            channels = channels[list(heads)]
+        of_each = channels.repeat_interleave(query.shape[1] // len(channels), 0)
+        return query.gather(2, of_each.expand(len(query), -1, -1))
+
+    def _num_channels(self, layer: int) -> int:
+        channels = self._channels.get(layer)
+        return int(self._pools.k[layer].shape[2] if channels is None else channels.shape[1])
 
     def begin_extend(
         self,
@@ -73,18 +103,21 @@ class KeyIndex:
 class Int8Index(KeyIndex):
     """Int8 with one scale per token and head."""
 
-    def __init__(self, pools: EnginePools, layers: Sequence[int]) -> None:
-        super().__init__(pools)
-        _, heads, dim = pools.k[0].shape
-        device, shape = pools.k[0].device, (pools.num_slots, heads)
+    def __init__(
+        self, pools: EnginePools, layers: Sequence[int], channels: Mapping[int, torch.Tensor]
+    ) -> None:
+        super().__init__(pools, channels)
+        device, shape = pools.k[0].device, (pools.num_slots, pools.k[0].shape[1])
         for layer in layers:
-            codes = torch.zeros((*shape, dim), dtype=torch.int8, device=device)
+            sizes = (*shape, self._num_channels(layer))
+            codes = torch.zeros(sizes, dtype=torch.int8, device=device)
             self._copies[layer] = codes, torch.ones(shape, device=device)
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `KeyIndex.extend`."""
         pools = self._pools
-        append_int8(pools.k[layer][: pools.num_slots], slots, *self._copies[layer])
+        channels = self._channels.get(layer)
+        append_int8(pools.k[layer][: pools.num_slots], slots, *self._copies[layer], channels)
 
     def rebuild(self, layer: int) -> None:
         """See `KeyIndex.rebuild`."""
@@ -108,18 +141,21 @@ class Int4Index(KeyIndex):
     Raises `SettingsError` if pages are too short to share scales.
     """
 
-    def __init__(self, pools: EnginePools, layers: Sequence[int]) -> None:
-        super().__init__(pools)
+    def __init__(
+        self, pools: EnginePools, layers: Sequence[int], channels: Mapping[int, torch.Tensor]
+    ) -> None:
+        super().__init__(pools, channels)
         if pools.page_size < _MIN_INT4_PAGE:
             raise SettingsError(
                 f"index_dtype=int4 shares its scales over the tokens of a page, page_size="
                 f"{pools.page_size} is too short: use pages of 64 (cuda), or --index-dtype int8"
             )
-        _, heads, dim = pools.k[0].shape
-        device, num_pages = pools.k[0].device, pools.num_slots // pools.page_size
-        codes = (num_pages, heads, pools.page_size, dim // 2)
-        scales = (num_pages, heads, 2, dim)
+        heads, device = pools.k[0].shape[1], pools.k[0].device
+        num_pages = pools.num_slots // pools.page_size
         for layer in layers:
+            dim = self._num_channels(layer)
+            codes = (num_pages, heads, pools.page_size, dim // 2)
+            scales = (num_pages, heads, 2, dim)
             self._copies[layer] = (
                 torch.zeros(codes, dtype=torch.uint8, device=device),
                 torch.zeros(scales, dtype=torch.float16, device=device),
@@ -144,20 +180,25 @@ class Int4Index(KeyIndex):
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `KeyIndex.extend`."""
         if self._pages.numel():
-            quantize_int4_pages(self._pools.k[layer], self._pages, *self._copies[layer])
+            self._quantize(layer, self._pages)
 
     def rebuild(self, layer: int) -> None:
         """See `KeyIndex.rebuild`."""
-        size, key = self._pools.page_size, self._pools.k[layer]
-        every = torch.arange(self._pools.num_slots // size, dtype=torch.int32, device=key.device)
+        size, device = self._pools.page_size, self._pools.k[layer].device
+        every = torch.arange(self._pools.num_slots // size, dtype=torch.int32, device=device)
         for pages in every.split(max(1, _AT_ONCE // size)):
-            quantize_int4_pages(key, pages, *self._copies[layer])
+            self._quantize(layer, pages)
 
     def append(
         self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
     ) -> None:
         """See `KeyIndex.append`; only a token that completes a page is indexed, with the page."""
-        append_int4(self._pools.k[layer], pages, lengths, *self._copies[layer])
+        channels = self._channels.get(layer)
+        append_int4(self._pools.k[layer], pages, lengths, *self._copies[layer], channels)
+
+    def _quantize(self, layer: int, pages: torch.Tensor) -> None:
+        channels = self._channels.get(layer)
+        quantize_int4_pages(self._pools.k[layer], pages, *self._copies[layer], channels)
 
 
 def interval_of(says: PolicyCapabilities, index_dtype: str, page_size: int) -> int:
@@ -172,10 +213,18 @@ def interval_of(says: PolicyCapabilities, index_dtype: str, page_size: int) -> i
     return {"native": 0, "int8": 1, "int4": page_size}[index_dtype]
 
 
-def make_key_index(index_dtype: str, pools: EnginePools, layers: Sequence[int]) -> KeyIndex:
-    """Build the index of keys of `layers` in the precision asked for."""
+def make_key_index(
+    index_dtype: str,
+    pools: EnginePools,
+    layers: Sequence[int],
+    channels: Mapping[int, torch.Tensor],
+) -> KeyIndex:
+    """Build the index of keys of `layers` in the precision asked for.
+
+    `channels` are those of a copy, as for `KeyIndex`.
+    """
     if index_dtype == "int8":
-        return Int8Index(pools, layers)
+        return Int8Index(pools, layers, channels)
     if index_dtype == "int4":
-        return Int4Index(pools, layers)
+        return Int4Index(pools, layers, channels)
     return KeyIndex(pools)

@@ -234,6 +234,7 @@ class PolicyCalls:
         """
         heads, group = self._program.slow_heads(layer), self._model.gqa_group_size
         keys, k_scale = self._index.keys(layer)
+        query = self._index.query_of(layer, query, heads)
         score = partial(
             score_keys, slots=pages, lo=lo, hi=hi, width=width, scale=self._model.scale,
             pooling=self._selection.pooling, page_size=self._pools.page_size,

@@ -23,11 +23,18 @@ class HeadShard:
     """``0 <= index < count <= num_heads``."""
     num_heads: int = 1
     """KV heads of all parts together; with one part the number does not matter."""
+    before: int = 0
+    """KV heads of the model before those, which other tensor-parallel ranks have."""
 
     @property
     def bounds(self) -> tuple[int, int]:
         """First KV head of this part, and the first behind it."""
         return part_bounds(self.index, self.count, self.num_heads)
+
+    def heads(self, count: int) -> range:
+        """Return which KV heads of the model the `count` of this part are."""
+        start = self.before + (self.bounds[0] if self.count > 1 else 0)
+        return range(start, start + count)
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this part of `tensor` along `dim`, a view; `num_heads` divides its size there."""

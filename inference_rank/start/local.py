@@ -20,10 +20,11 @@ from tandemkv.cache_rank.protocol.engine import (
     create_engine,
 )
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
-from tandemkv.cache_rank.protocol.models.model_spec import FP8_KV, ModelSpec
+from tandemkv.cache_rank.protocol.models.model_spec import FP8_KV, ModelSpec, heads_before
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
     RankSettings,
     SelectionSettings,
@@ -218,6 +219,15 @@ def _engine_pools(runner: Any, home: ResidentHome) -> EnginePools:
         resident=home.sets,
         page_size=int(runner.page_size),
         log_weight=None if home.samples is None else home.samples.log_weight,
+        shard=HeadShard(before=_heads_before(runner)),
+    )
+
+
+def _heads_before(runner: Any) -> int:
+    return heads_before(
+        int(runner.model_config.get_total_num_kv_heads()),
+        sglang_versions.tensor_size(),
+        sglang_versions.tensor_rank(),
     )
 
 

@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.memory.one_device import is_on_one_device
+from tandemkv.cache_rank.protocol.models.index_channels import check_index_channels
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_config, read_model_spec
 from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.inference_rank.edge.keys import Keys
 from tandemkv.server.launch.nodes import check_meeting_place
 from tandemkv.server.plan.devices import resolve_device
@@ -26,6 +29,9 @@ from .ports import choose_port
 from .query_weights import check_fitted_queries, check_query_weights
 from .shared_gpus import check_shared_gpus
 from .speculation import check_speculation
+
+if TYPE_CHECKING:
+    from tandemkv.cache_rank.policies.base import PolicyCapabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +111,7 @@ def resolve_cache_rank(
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
     spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
+    check_index_channels(settings.selection, spec)
     return resolve_alone(settings, spec, model_dir, device=device), model_dir
 
 
@@ -158,6 +165,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     selection = settings.selection
     policy = find_policy(selection.policy)
     check_pooling(policy, selection)
+    _check_channels(selection, spec, policy.capabilities)
     found = resolve_calibration(selection, spec, policy.capabilities)
     if found.clusters is not None and settings.tensor_parallel > 1:
         raise SettingsError(
@@ -175,6 +183,25 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
             f"maps of {found.origin} lead from one {place} to another; use --anchors {anchors}, "
             f"with which every head follows its own, or {flag} 1"
         )
+
+
+def _check_channels(
+    selection: SelectionSettings, spec: ModelSpec, says: PolicyCapabilities
+) -> None:
+    """Refuse a file of channels that nothing would read, or that is of another model."""
+    if selection.index_channels is None:
+        return
+    if not says.selects or says.attends or says.index != "keys":
+        raise SettingsError(
+            f"index_channels: policy={selection.policy} scans no index of keys; drop "
+            "--index-channels, or take another --policy"
+        )
+    if selection.index_dtype == "native":
+        raise SettingsError(
+            "index_channels: index_dtype=native scans keys where they lie, with all channels; use "
+            "--index-dtype int8, or int4 on GPUs"
+        )
+    check_index_channels(selection, spec)
 
 
 def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:

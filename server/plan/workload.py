@@ -9,6 +9,7 @@ from typing import Self
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.models.index_channels import num_index_channels
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .pages import page_tokens
@@ -30,6 +31,7 @@ class Workload:
     nothing hides. Between two GPUs `num_late` first layers are selected for in the step
     before, and the copy of W_q has `predictor_dtype`, ``native`` or ``int8``. In the inference
     rank's own GPU `own_predictor_dtype` is ``native``, the model's W_q, or an ``int8`` copy;
+    An index has `index_channels` of each key, all by default;
     `is_fitted`: projections of a file are held in place of either.
     `predicts` says that queries are predicted, with which a quantised W_q is held once more.
     `seed_window` is the number of last queries of a prompt that its set is chosen with.
@@ -45,6 +47,7 @@ class Workload:
     exact_layers: tuple[int, ...] = (0, 1)
     selects: bool = True
     index_dtype: str = "int8"
+    index_channels: int | None = None
     chunk_tokens: int = 8192
     capacity_tokens: int | None = None
     anchors: tuple[int, ...] | None = None
@@ -102,6 +105,7 @@ class Workload:
             fetch_cap_tokens=selection.fetch_cap_tokens,
             selects=selection.num_resident > selection.num_sink_tokens,
             index_dtype=selection.index_dtype,
+            index_channels=num_index_channels(selection),
             chunk_tokens=chunk_tokens,
             capacity_tokens=capacity_tokens,
             anchors=(anchors or selection.anchors) if is_shared else None,
@@ -170,4 +174,5 @@ class Workload:
             return shape.head_dim + 4.0
         # A page of tokens shares scale and zero point, 2 + 2 bytes, per channel.
         page = page_tokens(self.index_dtype, self.num_recent_tokens)
-        return shape.head_dim / 2 + 4.0 * shape.head_dim / page
+        channels = self.index_channels or shape.head_dim
+        return channels / 2 + 4.0 * channels / page

@@ -76,8 +76,8 @@ RANK_FLAGS: tuple[Flag, ...] = (
     *_flags(
         RESIDENT, "selection",
         "sink-tokens=num_sink_tokens recent-tokens=num_recent_tokens sample-tokens fetch-cap "
-        "exact-layers late-layers predictor-dtype refresh-every seed-window pooling pool-before "
-        "pool-after dense-tokens dense-batch-tokens",
+        "index-channels exact-layers late-layers predictor-dtype refresh-every seed-window "
+        "pooling pool-before pool-after dense-tokens dense-batch-tokens",
     ),
     *_flags(SHARING, "selection", "share-layers anchors calibration"),
     *_flags(

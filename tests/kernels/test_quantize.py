@@ -60,6 +60,31 @@ def test_append_int4_equals_bulk(dtype: torch.dtype) -> None:
     assert torch.equal(appended[1], bulk[1])
 
 
+def test_a_copy_of_some_channels_is_one_of_keys_that_have_no_others() -> None:
+    torch.manual_seed(0)
+    k_pool, channels = torch.randn(3 * 16, 2, 12), torch.tensor([[1, 4, 5, 11], [0, 2, 3, 9]])
+    few = torch.stack([k_pool[:, head, kept] for head, kept in enumerate(channels)], 1)
+    pages, slots, table = torch.tensor([2, 0]), torch.tensor([5, 40]), torch.tensor([[1, 2]])
+    for append in (False, True):
+        found, want = int4_buffers(3, 2, 16, 4), int4_buffers(3, 2, 16, 4)
+        for pool, copy, kept in ((k_pool, found, channels), (few, want, None)):
+            if append:
+                append_int4(pool, table, torch.tensor([16]), *copy, kept)
+            else:
+                quantize_int4_pages(pool, pages, *copy, kept)
+        assert bool(want[0].any())
+        assert all(map(torch.equal, found, want))
+    codes, scale = torch.zeros(48, 2, 4, dtype=torch.int8), torch.zeros(48, 2)
+    append_int8(k_pool, slots, codes, scale, channels)
+    full, full_scale = quantize_int8(few)
+    assert torch.equal(codes[slots], full[slots])
+    assert torch.equal(scale[slots], full_scale[slots])
+    with pytest.raises(ValueError, match="scales"):
+        quantize_int4_pages(k_pool, pages, *int4_buffers(3, 2, 16, 4))
+    with pytest.raises(ValueError, match="channels"):
+        append_int8(k_pool, slots, codes, scale, channels[:1])
+
+
 def test_append_int8_equals_bulk() -> None:
     k_pool = torch.randn(20, 3, 8).bfloat16()
     codes, scale = torch.full((20, 3, 8), 99, dtype=torch.int8), torch.full((20, 3), 9.0)

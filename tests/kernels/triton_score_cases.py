@@ -100,16 +100,23 @@ def test_odd_shapes(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "page_size"), [(64, 16), (128, 64), (128, 128), (20, 32)])
-def test_quantize_equals_the_reference(dtype: torch.dtype, dim: int, page_size: int) -> None:
+@pytest.mark.parametrize("kept", [None, 10])
+def test_quantize_equals_the_reference(
+    dtype: torch.dtype, dim: int, page_size: int, kept: int | None
+) -> None:
     torch.manual_seed(7)
     num_pages, heads = 7, 3
-    k_pool = (torch.randn(num_pages * page_size, heads, dim) * 5).to(dtype).to(DEVICE)
+    channels, full = None, dim
+    if kept is not None:
+        channels = torch.stack([torch.randperm(dim)[:kept] for _ in range(heads)])
+        dim = kept
+    k_pool = (torch.randn(num_pages * page_size, heads, full) * 5).to(dtype).to(DEVICE)
     k_pool[:page_size, 1] = 0.25  # a page without any spread
     int4 = [
         torch.full((num_pages, heads, page_size, dim // 2), 77, dtype=torch.uint8) for _ in "ab"
     ]
     int4_scales = [torch.full((num_pages, heads, 2, dim), 7.0).half() for _ in "ab"]
-    int8 = [torch.full(k_pool.shape, 77, dtype=torch.int8) for _ in "ab"]
+    int8 = [torch.full((*k_pool.shape[:2], dim), 77, dtype=torch.int8) for _ in "ab"]
     int8_scales = [torch.full(k_pool.shape[:2], 7.0) for _ in "ab"]
     pages, slots = tensor([0, 5, -1, 2]), tensor([3, 17, -1, 40, 41])
     table = tensor([4, 6, 1, 3, 1, 4, 3, 6]).view(2, 4)[:, :3]
@@ -119,10 +126,11 @@ def test_quantize_equals_the_reference(dtype: torch.dtype, dim: int, page_size: 
         for buffers in (int4, int4_scales, int8, int8_scales):
             buffers[i] = buffers[i].to(device)
         pool, rows, ends = k_pool.to(device), table.to(device), lengths.to(device)
-        run.quantize_int4_pages(pool, pages.to(device), int4[i], int4_scales[i])
-        run.append_int4(pool, rows, ends, int4[i], int4_scales[i])
-        run.append_int4(pool, rows, torch.zeros_like(ends), int4[i], int4_scales[i])
-        run.append_int8(pool, slots.to(device), int8[i], int8_scales[i])
+        own = None if channels is None else channels.to(device)
+        run.quantize_int4_pages(pool, pages.to(device), int4[i], int4_scales[i], own)
+        run.append_int4(pool, rows, ends, int4[i], int4_scales[i], own)
+        run.append_int4(pool, rows, torch.zeros_like(ends), int4[i], int4_scales[i], own)
+        run.append_int8(pool, slots.to(device), int8[i], int8_scales[i], own)
     for buffers in (int4, int4_scales, int8, int8_scales):
         assert torch.equal(buffers[0].cpu(), buffers[1])
     is_written = int4[0].ne(77).flatten(1).any(dim=1)

@@ -10,24 +10,18 @@ whole context, but the first, it has ``layers.{l}.weight`` ``[Hq * D, hidden_siz
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
+from .fitted_file import FittedFile, write_fitted_file
 from .model_spec import ModelSpec
 
-logger = logging.getLogger(__name__)
-
-FORMAT, VERSION = "tandemkv-fitted-queries", "1"
-_SHAPE = ("architecture", "num_layers", "num_qo_heads", "head_dim", "hidden_size")
+FORMAT = "tandemkv-fitted-queries"
 
 
 def stream_of(layer: int, distance: int) -> int:
@@ -61,30 +55,17 @@ class FittedQueries:
     """
 
     def __init__(self, path: Path, model: ModelSpec, distance: int, num_late: int = 0) -> None:
-        self._path, self._rows = path, model.num_qo_heads * model.head_dim
+        self._rows = model.num_qo_heads * model.head_dim
         self._layers = {x for x in fitted_layers(model) if x >= num_late}
-        about, shapes = self._header()
-        wanted = _about(model, distance)
-        for name in ("format", "version", *_SHAPE, "distance"):
-            if about.get(name) != wanted[name]:
-                raise SettingsError(
-                    f"predictor={path}: {name} is {about.get(name, 'not told')}, and "
-                    f"{wanted[name]} is served; make one with `tandemkv calibrate MODEL --policy "
-                    f"look_ahead --distance {distance} --out FILE`"
-                )
-        if about.get("model_hash") != model.model_hash:
-            logger.warning("predictor=%s was fitted to other weights of this shape", path)
+        self._file = FittedFile(
+            "predictor",
+            path,
+            f"`tandemkv calibrate MODEL --policy look_ahead --distance {distance} --out FILE`",
+        )
+        self._file.check(model, FORMAT, {"distance": str(distance)})
         for layer in fitted_layers(model):
-            for part, shape in (
-                ("weight", (self._rows, model.hidden_size)),
-                ("bias", (self._rows,)),
-            ):
-                found = shapes.get(f"layers.{layer}.{part}")
-                if found != shape:
-                    raise SettingsError(
-                        f"predictor={path}: layers.{layer}.{part} is {found}, not {shape}; make "
-                        "the file again"
-                    )
+            self._file.check_shape(f"layers.{layer}.weight", (self._rows, model.hidden_size))
+            self._file.check_shape(f"layers.{layer}.bias", (self._rows,))
 
     @classmethod
     def of(cls, selection: SelectionSettings, model: ModelSpec) -> Self | None:
@@ -106,23 +87,11 @@ class FittedQueries:
         """Return the rows of a layer's weight and bias; None where W_q is to be taken."""
         if layer not in self._layers:
             return None
-        with safe_open(self._path, framework="pt") as file:
-            parts = (file.get_slice(f"layers.{layer}.{part}") for part in ("weight", "bias"))
-            weight, bias = (part[rows.start : rows.stop].to(device, dtype) for part in parts)
+        weight, bias = (
+            self._file.rows(f"layers.{layer}.{part}", rows).to(device, dtype)
+            for part in ("weight", "bias")
+        )
         return weight, bias
-
-    def _header(self) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-        try:
-            with safe_open(self._path, framework="pt") as file:
-                names = file.keys()
-                return dict(file.metadata() or {}), {
-                    name: tuple(file.get_slice(name).get_shape()) for name in names
-                }
-        except (OSError, SafetensorError) as error:
-            raise SettingsError(
-                f"predictor={self._path}: cannot be read ({error}); make it with `tandemkv "
-                "calibrate MODEL --policy look_ahead --out FILE`"
-            ) from error
 
 
 def write_fitted_queries(
@@ -137,19 +106,8 @@ def write_fitted_queries(
     Raises `SettingsError` if a file cannot be written there.
     """
     tensors = {
-        f"layers.{layer}.{part}": tensor.contiguous()
+        f"layers.{layer}.{part}": tensor
         for layer, found in layers.items()
         for part, tensor in zip(("weight", "bias"), found, strict=True)
     }
-    try:
-        save_file(tensors, path, metadata={**about, **_about(model, distance)})
-    except (OSError, SafetensorError) as error:
-        raise SettingsError(f"out={path}: cannot be written ({error})") from error
-
-
-def _about(model: ModelSpec, distance: int) -> dict[str, str]:
-    shape = {name: str(getattr(model, name)) for name in _SHAPE}
-    return {
-        "format": FORMAT, "version": VERSION, "model_hash": model.model_hash, **shape,
-        "distance": str(distance),
-    }  # fmt: skip
+    write_fitted_file(path, model, FORMAT, tensors, {**about, "distance": str(distance)})

@@ -86,6 +86,14 @@ def shard_of(model: ModelSpec, num_ranks: int) -> ModelSpec:
     )
 
 
+def heads_before(num_kv_heads: int, num_ranks: int, rank: int) -> int:
+    """Return how many of a model's KV heads come before those of a tensor-parallel rank.
+
+    Several ranks have the same one if there are fewer heads than ranks.
+    """
+    return rank * num_kv_heads // num_ranks
+
+
 def part_of(model: ModelSpec, shard: HeadShard) -> ModelSpec:
     """Return the shape of `shard` of an inference rank's `model`; query heads go with KV heads."""
     return msgspec.structs.replace(
@@ -108,7 +116,8 @@ def part_for(
         raise SettingsError(
             f"cache_ranks: {head_shards} share {model.num_kv_heads} KV heads, and each needs one"
         )
-    shard = HeadShard(rank % head_shards, head_shards, model.num_kv_heads)
+    before = heads_before(whole.num_kv_heads, tp_size, rank // head_shards)
+    shard = HeadShard(rank % head_shards, head_shards, model.num_kv_heads, before)
     return part_of(model, shard), shard
 
 

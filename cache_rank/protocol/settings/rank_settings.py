@@ -109,6 +109,12 @@ class SelectionSettings(FrozenModel):
         description="Precision of the keys that are searched; attention is never quantised. "
         "`serve` takes int4 on GPUs unless told otherwise.",
     )
+    index_channels: str | None = Field(
+        default=None,
+        min_length=1,
+        description="int8 or int4 index: file of `tandemkv calibrate --index-channels` that names "
+        "the channels of keys that are searched; all by default.",
+    )
     exact_layers: tuple[int, ...] | None = Field(
         default=None,
         description="Layers that attend to everything; default none for look_ahead and oracle with "

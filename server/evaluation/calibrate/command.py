@@ -21,6 +21,7 @@ from tandemkv.cache_rank.calibration.format import (
     write_calibration,
 )
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.models.index_channels import STEP
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
 from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
@@ -39,7 +40,15 @@ class Request:
     """Options of ``tandemkv calibrate``."""
 
     model: Annotated[str, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")]
-    policy: Annotated[str, option("For whom.", metavar="|".join(METHODS))]
+    policy: Annotated[str | None, option("For whom.", metavar="|".join(METHODS))] = None
+    index_channels: Annotated[
+        int | None,
+        option(
+            "Instead of --policy: how many channels of keys an index is to have.",
+            min=STEP,
+            max=1024,
+        ),
+    ] = None
     out: Annotated[Path, option("File to write.", metavar="FILE")]
     text: Annotated[
         list[Path] | None, option("UTF-8 text to read, may be repeated.", metavar="FILE")
@@ -58,12 +67,20 @@ class Request:
 
     def __post_init__(self) -> None:
         """Refuse unknown names, and texts that are too short."""
-        for name, allowed in (("policy", METHODS), ("dtype", _DTYPES)):
+        if (self.policy is None) == (self.index_channels is None):
+            raise SettingsError(
+                "policy, index_channels: a file is for one; give --policy or --index-channels"
+            )
+        if (self.index_channels or 0) % STEP:
+            raise SettingsError(
+                f"index_channels={self.index_channels} must be a multiple of {STEP}"
+            )
+        for name, allowed in (("policy", (None, *METHODS)), ("dtype", _DTYPES)):
             if getattr(self, name) not in allowed:
                 raise SettingsError(
                     f"{name}={getattr(self, name)} must be one of {', '.join(allowed)}"
                 )
-        if self.policy != "look_ahead" and self.tokens <= 2 * self.top_k:
+        if self.policy in ("kascade", "sync_kv") and self.tokens <= 2 * self.top_k:
             raise SettingsError(
                 f"tokens={self.tokens} must be more than twice top_k={self.top_k}: shorter texts "
                 "tell nothing"
@@ -72,7 +89,7 @@ class Request:
 
 @takes(Request)
 def calibrate(request: Request) -> None:
-    """Run a model over text on the CPU, and write a calibration file for a policy.
+    """Run a model over text on the CPU, and write a calibration file for a policy or the index.
 
     Without --text the reference that Python carries is read. The file is for this model only.
     """
@@ -83,6 +100,8 @@ def calibrate(request: Request) -> None:
         model_dir = resolve_model(request.model, shown.update)
     if request.policy == "look_ahead":
         summary = fit_queries(model_dir, request, console)
+    elif request.index_channels is not None:
+        summary = find_channels(model_dir, request, console)
     else:
         found = measure(model_dir, request, console)
         write_calibration(found, request.out)
@@ -99,23 +118,14 @@ def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
 
     from .look_ahead import QueryMeasurement
 
-    if request.out.parent.resolve() == model_dir.resolve():
-        raise CalibrationError(
-            f"out={request.out}: every safetensors file beside a model is taken for its weights; "
-            "write it into another folder"
-        )
-    spec, corpus = _spec_and_texts(model_dir, request)
+    spec, corpus = _for_safetensors(model_dir, request)
     measurement = QueryMeasurement(model_dir, spec, dtype=request.dtype, distance=request.distance)
     with _progress(console) as progress:
         for text in progress.track(corpus.tokens, description=f"reading with {model_dir.name}"):
             measurement.add(text)
     with console.status("fitting ..."):
         found = measurement.result()
-    about = {
-        "model_id": model_dir.name,
-        "sources": ", ".join(corpus.sources),
-        "num_tokens": str(sum(map(len, corpus.tokens))),
-    }
+    about = _about(model_dir, corpus)
     layers = {layer: (fit.weight, fit.bias) for layer, fit in found.items()}
     write_fitted_queries(request.out, spec, request.distance, layers, about)
     own, fitted = (
@@ -123,6 +133,51 @@ def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
         for values in zip(*((fit.own, fit.fitted) for fit in found.values()), strict=True)
     )
     return f"{own:.1%} of the queries' variance is missed with W_q, {fitted:.1%} with the file"
+
+
+def find_channels(model_dir: Path, request: Request, console: Console) -> str:
+    """Write the channels of keys that an index should have, and return how much they tell.
+
+    Raises `CalibrationError` as `measure` does, or if keys have no more channels.
+    """
+    from tandemkv.cache_rank.protocol.models.index_channels import write_index_channels
+
+    from .index_channels import ChannelMeasurement
+
+    count = request.index_channels or 0
+    spec, corpus = _for_safetensors(model_dir, request)
+    if count >= spec.head_dim:
+        raise CalibrationError(
+            f"index_channels={count}: keys of {model_dir.name} have {spec.head_dim}; give "
+            "fewer, or serve without a file"
+        )
+    measurement = ChannelMeasurement(model_dir, spec, dtype=request.dtype)
+    with _progress(console) as progress:
+        for text in progress.track(corpus.tokens, description=f"reading with {model_dir.name}"):
+            measurement.add(text)
+    found = measurement.result(count)
+    layers = {layer: kept.channels for layer, kept in found.items()}
+    write_index_channels(request.out, spec, layers, _about(model_dir, corpus))
+    share = sum(kept.share for kept in found.values()) / len(found)
+    return f"{count} of {spec.head_dim} channels make {share:.1%} of the variance of scores"
+
+
+def _for_safetensors(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts]:
+    """Return as `_spec_and_texts`; a file beside the model's own is refused."""
+    if request.out.parent.resolve() == model_dir.resolve():
+        raise CalibrationError(
+            f"out={request.out}: every safetensors file beside a model is taken for its weights; "
+            "write it into another folder"
+        )
+    return _spec_and_texts(model_dir, request)
+
+
+def _about(model_dir: Path, corpus: Texts) -> dict[str, str]:
+    return {
+        "model_id": model_dir.name,
+        "sources": ", ".join(corpus.sources),
+        "num_tokens": str(sum(map(len, corpus.tokens))),
+    }
 
 
 def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
@@ -200,7 +255,8 @@ def _measured(
         else:
             sync_kv.add(seen.weights)
     found = kascade.result(request.anchors) if is_kascade else sync_kv.result(request.clusters)
-    return {"policy": request.policy, request.policy: found}
+    name = "kascade" if is_kascade else "sync_kv"
+    return {"policy": name, name: found}
 
 
 def _summary(found: Calibration) -> str:
