@@ -15,8 +15,14 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .control import ControlClient
 from .errors import HandshakeRefusedError, ProtocolError
-from .ipc import refuse_version
-from .messages import PROTOCOL_VERSION, HeartbeatReply, Hello, Refused, Welcome
+from .messages import (
+    PROTOCOL_VERSION,
+    HeartbeatReply,
+    Hello,
+    Refused,
+    Welcome,
+    refuse_version,
+)
 
 _SHOWN = 128
 _ADVICE = {

@@ -176,7 +176,7 @@ class NearPump:
                 caller.send(Beat(epoch=session.epoch, sequence=self._pulse.sequence))
         except TandemKVError as error:
             session.end(str(error))
-        if self._pulse.is_silent():
+        if self._pulse.is_over():
             session.end(f"no heartbeat from {self._address}")
         if has_hung_up(session.connection):
             session.end("the inference rank is gone")

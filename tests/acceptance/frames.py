@@ -32,6 +32,7 @@ from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.memory import descriptor_socket
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import (
+    CODEC,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
@@ -44,7 +45,6 @@ from tandemkv.cache_rank.protocol.messages import (
     Welcome,
     decode,
     encode,
-    hello_version,
 )
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
@@ -201,7 +201,7 @@ def control(_stack: contextlib.ExitStack) -> Decoder:
         try:
             message = decode(frame)
         except ProtocolError:
-            hello_version(frame)
+            CODEC.version_of(frame)
             return "refused"
         again = encode(message)  # compared as bytes: NaN, which a gauge may be, is not itself
         assert encode(decode(again)) == again

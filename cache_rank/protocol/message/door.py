@@ -22,14 +22,13 @@ from tandemkv.cache_rank.protocol.errors import (
     CacheRankError,
     CacheRankLostError,
     HandshakeRefusedError,
-    ProtocolError,
 )
-from tandemkv.cache_rank.protocol.ipc import ZAP_DOMAIN, Router, bound, readable, receive_parts
+from tandemkv.cache_rank.protocol.ipc import ZAP_DOMAIN, Dealer, Router, readable
 from tandemkv.cache_rank.protocol.messages import Refused
 
 from .address import LinkAddress
 from .keys import KeyPair
-from .letters import CODEC, Letter, refusal_of
+from .letters import CODEC, Letter
 
 _LOG = logging.getLogger(__name__)
 _LINGER_MS = 50
@@ -72,7 +71,7 @@ class Door(Router[Letter]):
         allowed: Mapping[bytes, str],
         hosts: Collection[str] = (),
     ) -> None:
-        super().__init__(CODEC, refusal_of)
+        super().__init__(CODEC)
         self._allow_list = _AllowList(allowed)
         self._authenticator = ThreadAuthenticator(self._context, log=_LOG)
         self._authenticator.start()
@@ -103,17 +102,15 @@ class Door(Router[Letter]):
         self._context.term()
 
 
-class Caller:
+class Caller(Dealer[Letter]):
     """The inference rank's end, for one epoch. Used by one thread.
 
     `keys` are our own, `server` is the cache rank's public key.
     """
 
     def __init__(self, address: LinkAddress, keys: KeyPair, server: bytes) -> None:
+        super().__init__(CODEC, address)
         self.address = address
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        bound(self._socket)
         self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.curve_serverkey = server
@@ -139,16 +136,6 @@ class Caller:
             readable(self._monitor, min(deadline, time.monotonic() + _SLICE_S))
             self._look()
 
-    def send(self, letter: Letter) -> None:
-        """Queue `letter`; waits 50 ms at most.
-
-        Raises `CacheRankLostError` if the cache rank has not read for long.
-        """
-        try:
-            self._socket.send(CODEC.encode(letter))
-        except zmq.ZMQError as error:
-            raise CacheRankLostError(f"{self.address}: nobody reads ({error})") from error
-
     def request(self, letter: Letter, timeout_s: float) -> Letter:
         """Send `letter` and return the answer.
 
@@ -172,22 +159,14 @@ class Caller:
     def receive(self, timeout_s: float) -> Letter | None:
         """Return the next letter, or None after `timeout_s`.
 
-        Raises
-        ------
-        HandshakeRefusedError
-            If we are not let in.
-        ProtocolError
-            If it is malformed.
+        Raises `HandshakeRefusedError` if we are not let in, `ProtocolError` if it is malformed.
         """
         deadline = time.monotonic() + timeout_s
         while not readable(self._socket, min(deadline, time.monotonic() + _SLICE_S)):
             self._look()
             if time.monotonic() >= deadline:
                 return None
-        parts, is_whole = receive_parts(self._socket, limit=1)
-        if not is_whole:
-            raise ProtocolError(f"{self.address}: a message of several frames")
-        return CODEC.decode(parts[0])
+        return super().receive(0.0)
 
     def close(self) -> None:
         """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
@@ -195,8 +174,7 @@ class Caller:
             return
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=_LINGER_MS)
-        self._context.term()
+        super().close()
 
     def _look(self) -> None:
         """Take note of what became of the connection."""
