@@ -27,8 +27,12 @@ from tandemkv.cache_rank.protocol.errors import (
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import has_hung_up
-from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, wait_for_hang_up
-from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import (
+    let_hold,
+    offer_tensors,
+    take_held,
+    wait_for_hang_up,
+)
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.memory.shared_region import (

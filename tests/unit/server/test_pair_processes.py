@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
-from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import let_hold, take_held
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.run_dir import RunDir
