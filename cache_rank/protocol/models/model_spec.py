@@ -156,23 +156,11 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
 def read_model_spec(
     model_dir: Path, *, dtype: str, kv_dtype: str | None = None, max_context: int | None = None
 ) -> ModelSpec:
-    """Read and check the shape of the model in `model_dir`.
+    """Read and check the shape of the model in `model_dir`; see `ModelSpec` for the others.
 
-    Parameters
-    ----------
-    model_dir : Path
-        Directory with ``config.json`` and safetensors.
-    dtype : str
-        Torch name of the dtype that the model computes in.
-    kv_dtype : str, optional
-        That of K and V, if it is another one.
-    max_context : int, optional
-        Longest request in tokens; the model's own limit if not given.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the attention is not plain grouped-query attention over the whole context.
+    `model_dir` has ``config.json`` and safetensors; `max_context` is the model's own limit if not
+    given. Raises `UnsupportedModelError` if the attention is not plain grouped-query attention over
+    the whole context.
     """
     config = read_config(model_dir)
     entry = architecture_of_config(config)
