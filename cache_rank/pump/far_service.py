@@ -14,11 +14,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.errors import (
-    HandshakeRefusedError,
-    ProtocolError,
-    TandemKVError,
-)
+from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError, ProtocolError, TandemKVError
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient

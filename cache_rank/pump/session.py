@@ -18,6 +18,7 @@ from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
 from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
 
 _LOG = logging.getLogger(__name__)
+_POLL_S = 0.2
 
 
 class Pulse(Patience):
@@ -33,6 +34,28 @@ class Pulse(Patience):
         if now - self._said < self._interval_s:
             return False
         self._said, self.sequence = now, self.sequence + 1
+        return True
+
+
+class StepCount:
+    """The latest step that one thread is done with."""
+
+    def __init__(self) -> None:
+        self._latest, self._changed = 0, threading.Condition()
+
+    def note(self, step: int) -> None:
+        """Note that `step`, and all before it, are done."""
+        with self._changed:
+            self._latest = step
+            self._changed.notify_all()
+
+    def await_step(self, step: int, is_over: Callable[[], bool]) -> bool:
+        """Wait until `step` is done; False: `is_over`."""
+        with self._changed:
+            while self._latest - step < 0:
+                if is_over():
+                    return False
+                self._changed.wait(_POLL_S)
         return True
 
 
