@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -41,26 +41,11 @@ _REFUSALS = (
 )
 
 
-class _AllowList:
-    """Answers whether a key is on the list; what zmq's authenticator asks."""
-
-    def __init__(self, keys: Mapping[bytes, str]) -> None:
-        self._keys = dict(keys)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether the owner of `key` is let in."""
-        del domain
-        is_allowed = key in self._keys
-        if not is_allowed:
-            _LOG.warning("refused: key %s is not on the allow-list", key.decode("ascii", "replace"))
-        return is_allowed
-
-
 class Door(Router[Letter]):
     """The cache rank's end. Used by one thread.
 
-    It listens at `address` and nowhere else. `allowed` has the public keys of who may connect, with
-    names for them, and `hosts` the IP addresses that they may come from; none: from any. Raises
+    It listens at `address` and nowhere else. `allowed` has the public keys of who may connect, and
+    `hosts` the IP addresses that they may come from; none: from any. Raises
     `CacheRankError` if the address cannot be bound.
     """
 
@@ -68,17 +53,17 @@ class Door(Router[Letter]):
         self,
         address: LinkAddress,
         keys: KeyPair,
-        allowed: Mapping[bytes, str],
+        allowed: Collection[bytes],
         hosts: Collection[str] = (),
     ) -> None:
         super().__init__(CODEC)
-        self._allow_list = _AllowList(allowed)
+        self._allowed = frozenset(allowed)
         self._authenticator = ThreadAuthenticator(self._context, log=_LOG)
         self._authenticator.start()
         if hosts:
             self._authenticator.allow(*hosts)
         self._authenticator.configure_curve_callback(
-            domain=ZAP_DOMAIN.decode(), credentials_provider=self._allow_list
+            domain=ZAP_DOMAIN.decode(), credentials_provider=self
         )
         self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
@@ -92,6 +77,14 @@ class Door(Router[Letter]):
                 "with a free port"
             ) from error
         self.address = LinkAddress.parse(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether the owner of `key` is let in; zmq's authenticator asks."""
+        del domain
+        is_allowed = key in self._allowed
+        if not is_allowed:
+            _LOG.warning("refused: key %s is not on the allow-list", key.decode("ascii", "replace"))
+        return is_allowed
 
     def close(self) -> None:
         """Close. Idempotent."""
@@ -122,12 +115,8 @@ class Caller(Dealer[Letter]):
     def enter(self, timeout_s: float) -> None:
         """Wait until we are let in; asks for nothing.
 
-        Raises
-        ------
-        HandshakeRefusedError
-            If we are not.
-        CacheRankLostError
-            If nobody answers within `timeout_s`, with what is known of the reason.
+        Raises `HandshakeRefusedError` if we are not, `CacheRankLostError` if nobody answers within
+        `timeout_s`, with what is known of the reason.
         """
         deadline = time.monotonic() + timeout_s
         while not self._is_in:
@@ -139,14 +128,9 @@ class Caller(Dealer[Letter]):
     def request(self, letter: Letter, timeout_s: float) -> Letter:
         """Send `letter` and return the answer.
 
-        Raises
-        ------
-        HandshakeRefusedError
-            If we are not let in, or what we ask for is refused.
-        CacheRankLostError
-            If there is no answer within `timeout_s`, with what is known of the reason.
-        ProtocolError
-            If it is malformed.
+        Raises `HandshakeRefusedError` if we are not let in, or what we ask for is refused;
+        `CacheRankLostError` if there is no answer within `timeout_s`, with what is known of the
+        reason; `ProtocolError` if it is malformed.
         """
         self.send(letter)
         reply = self.receive(timeout_s)
