@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -144,7 +144,7 @@ def exchange(
         return receive_descriptors(connection, time.monotonic() + timeout_s)
 
 
-def close_all(descriptors: Sequence[int]) -> None:
+def close_all(descriptors: Iterable[int]) -> None:
     """Close descriptors; those that are closed already are none."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
