@@ -15,14 +15,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .control import ControlClient
 from .errors import HandshakeRefusedError, ProtocolError
-from .messages import (
-    PROTOCOL_VERSION,
-    HeartbeatReply,
-    Hello,
-    Refused,
-    Welcome,
-    refuse_version,
-)
+from .messages import PROTOCOL_VERSION, HeartbeatReply, Hello, Refused, Welcome, refuse_version
 
 _SHOWN = 128
 _ADVICE = {
@@ -69,12 +62,8 @@ def check_hello(
     """Compare `hello` with what the cache rank has; `gpus` as for `make_hello`.
 
     The order is version, token, model, page size, settings, GPUs. Nothing about the model, the
-    settings or the GPUs is told to a peer without the token.
-
-    Returns
-    -------
-    Refused or None
-        The first field that differs with both values and what to do; never the token.
+    settings or the GPUs is told to a peer without the token. Returns the first field that differs
+    with both values and what to do, never the token; None if all agree.
     """
     if hello.protocol_version != PROTOCOL_VERSION:
         return refuse_version(hello.protocol_version)
@@ -103,14 +92,9 @@ def check_hello(
 def open_epoch(client: ControlClient, hello: Hello, timeout_s: float) -> Welcome:
     """Send `hello` and return the cache rank's `Welcome`.
 
-    Raises
-    ------
-    HandshakeRefusedError
-        If the cache rank refuses; `field` names what differs.
-    CacheRankLostError
-        If there is no answer within `timeout_s`.
-    ProtocolError
-        If the answer is neither.
+    Raises `HandshakeRefusedError` if the cache rank refuses; `field` names what differs;
+    `CacheRankLostError` if there is no answer within `timeout_s`; `ProtocolError` if the answer is
+    neither.
     """
     deadline = time.monotonic() + timeout_s
     reply = client.request(hello, timeout_s)
