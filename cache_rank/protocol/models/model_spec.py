@@ -14,6 +14,7 @@ import msgspec
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 
 from .architectures import Architecture, find_architecture
 from .attention_config import check_attention, linear_layers, softmax_scale, windowed_layers
@@ -95,15 +96,12 @@ def part_of(model: ModelSpec, shard: HeadShard) -> ModelSpec:
     )
 
 
-def part_for(
-    whole: ModelSpec, *, tp_size: int, head_shards: int, rank: int
-) -> tuple[ModelSpec, HeadShard]:
+def part_for(whole: ModelSpec, placement: Placement, rank: int) -> tuple[ModelSpec, HeadShard]:
     """Return what cache rank `rank` has of `whole`, and which heads of its inference rank they are.
 
-    Each of `tp_size` inference ranks has `head_shards` cache ranks. Raises `SettingsError` if there
-    are fewer KV heads.
+    Raises `SettingsError` if there are fewer KV heads than cache ranks.
     """
-    model = shard_of(whole, tp_size)
+    model, head_shards = shard_of(whole, placement.tp_size), placement.head_shards
     if head_shards > model.num_kv_heads:
         raise SettingsError(
             f"cache_ranks: {head_shards} share {model.num_kv_heads} KV heads, and each needs one"
