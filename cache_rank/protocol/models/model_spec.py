@@ -164,8 +164,22 @@ def read_model_spec(
     entry = architecture_of_config(config)
     check_attention(config, entry, name=model_dir.name)
     try:
-        spec = _spec_of(config, entry, model_dir, dtype=dtype, max_context=max_context)
-        spec = msgspec.structs.replace(spec, kv_dtype=None if kv_dtype == dtype else kv_dtype)
+        heads = int(config["num_attention_heads"])
+        spec = ModelSpec(
+            architecture=entry.name,
+            num_layers=int(config["num_hidden_layers"]),
+            num_qo_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            hidden_size=int(config["hidden_size"]),
+            max_context=max_context or int(config["max_position_embeddings"]),
+            dtype=dtype,
+            model_hash=model_hash(model_dir),
+            softmax_scale=softmax_scale(config, entry),
+            kv_dtype=None if kv_dtype == dtype else kv_dtype,
+            windowed_layers=windowed_layers(config, entry),
+            linear_layers=linear_layers(config, entry),
+        )
         msgspec.convert(msgspec.structs.astuple(spec), ModelSpec)  # what a message may carry
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UnsupportedModelError(
@@ -180,27 +194,6 @@ def read_model_spec(
     return spec
 
 
-def _spec_of(
-    config: Mapping[str, Any], entry: Architecture, model_dir: Path, *, dtype: str,
-    max_context: int | None,
-) -> ModelSpec:  # fmt: skip
-    heads = int(config["num_attention_heads"])
-    return ModelSpec(
-        architecture=entry.name,
-        num_layers=int(config["num_hidden_layers"]),
-        num_qo_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        hidden_size=int(config["hidden_size"]),
-        max_context=max_context or int(config["max_position_embeddings"]),
-        dtype=dtype,
-        model_hash=model_hash(model_dir),
-        softmax_scale=softmax_scale(config, entry),
-        windowed_layers=windowed_layers(config, entry),
-        linear_layers=linear_layers(config, entry),
-    )
-
-
 def model_hash(model_dir: Path) -> str:
     """Hash of the model's identity: configuration, and head and tail of each weight file.
 
@@ -211,20 +204,16 @@ def model_hash(model_dir: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in [model_dir / "config.json", *sorted(model_dir.glob("*.safetensors"))]:
         try:
-            _add_to_hash(digest, path)
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size};".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_HASHED_BYTES))
+                if size > _HASHED_BYTES:
+                    file.seek(max(_HASHED_BYTES, size - _HASHED_BYTES))
+                    digest.update(file.read(_HASHED_BYTES))
         except OSError as error:
             raise UnsupportedModelError(
                 f"{path}: cannot be read ({error.strerror}); finish the copy or download of the "
                 "model, or correct the file's permissions"
             ) from error
     return digest.hexdigest()
-
-
-def _add_to_hash(digest: hashlib.blake2b, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name}:{size};".encode())
-    with path.open("rb") as file:
-        digest.update(file.read(_HASHED_BYTES))
-        if size > _HASHED_BYTES:
-            file.seek(max(_HASHED_BYTES, size - _HASHED_BYTES))
-            digest.update(file.read(_HASHED_BYTES))
