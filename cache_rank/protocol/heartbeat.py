@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from .errors import CacheRankLostError, ProtocolError
@@ -101,12 +102,9 @@ def request_status(socket_path: Path, timeout_s: float) -> StatusReply:
     """
     if not socket_path.exists():
         raise CacheRankLostError(f"{socket_path}: nobody serves it; has the process started?")
-    dealer = IpcDealer(socket_path)
-    try:
+    with closing(IpcDealer(socket_path)) as dealer:
         dealer.send(StatusRequest())
         reply = dealer.receive(timeout_s)
-    finally:
-        dealer.close()
     if reply is None:
         raise CacheRankLostError(f"{socket_path}: no answer within {timeout_s:g} s")
     if not isinstance(reply, StatusReply):
@@ -211,11 +209,8 @@ class HeartbeatClient:
 
     def _run(self, epoch: int, stopping: threading.Event) -> None:
         try:
-            dealer = IpcDealer(self._socket_path)
-            try:
+            with closing(IpcDealer(self._socket_path)) as dealer:
                 reason = self._watch(dealer, epoch, stopping)
-            finally:
-                dealer.close()
         except Exception as error:  # e.g. no more descriptors: unwatched is as good as lost
             reason = f"the heartbeat failed: {type(error).__name__}: {error}"
         if reason is not None and not stopping.is_set():
