@@ -22,32 +22,7 @@ _ADVICE = {
     "model_hash": "point both ranks at the same model directory",
     "dtype": "give both ranks the same --dtype",
     "max_context": "give both ranks the same --context-length",
-    "page_size": "give both ranks the same --page-size",
 }
-
-
-def make_hello(
-    *,
-    token: bytes,
-    model: ModelSpec,
-    settings: RankSettings,
-    max_rows: int,
-    page_size: int,
-    gpus: Sequence[str] = (),
-) -> Hello:
-    """Return the `Hello` of an inference rank with `max_rows` request rows.
-
-    `gpus` are as `shared_devices.gpu_uuids` returns them.
-    """
-    return Hello(
-        protocol_version=PROTOCOL_VERSION,
-        token=token,
-        model=model,
-        settings=settings.flat(),
-        max_rows=max_rows,
-        page_size=page_size,
-        gpus=tuple(gpus),
-    )
 
 
 def check_hello(
@@ -56,12 +31,11 @@ def check_hello(
     token: bytes,
     model: ModelSpec,
     settings: RankSettings,
-    page_size: int,
     gpus: Sequence[str] = (),
 ) -> Refused | None:
-    """Compare `hello` with what the cache rank has; `gpus` as for `make_hello`.
+    """Compare `hello` with what the cache rank has; `gpus` as of `shared_devices.gpu_uuids`.
 
-    The order is version, token, model, page size, settings, GPUs. Nothing about the model, the
+    The order is version, token, model, settings, GPUs. Nothing about the model, the
     settings or the GPUs is told to a peer without the token. Returns the first field that differs
     with both values and what to do, never the token; None if all agree.
     """
@@ -79,8 +53,6 @@ def check_hello(
             return _refuse(
                 field, *("None" if x is None else x for x in (theirs[field], ours[field]))
             )
-    if hello.page_size != page_size:
-        return _refuse("page_size", hello.page_size, page_size)
     flat = settings.flat()
     for field in (*flat, *sorted(set(hello.settings) - set(flat))):
         if hello.settings.get(field) != flat.get(field):

@@ -288,7 +288,6 @@ class SharedEngineService:
             token=self._run_dir.token,
             model=model,
             settings=self._settings,
-            page_size=hello.page_size,
             gpus=self._gpus,
         )
         if refused is None and hello.max_rows > self._max_rows:
