@@ -24,11 +24,15 @@ from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     TandemKVError,
 )
-from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
+from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import has_hung_up
-from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, wait_for_hang_up
-from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import (
+    let_hold,
+    offer_tensors,
+    take_held,
+    wait_for_hang_up,
+)
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.memory.shared_region import (
@@ -37,7 +41,7 @@ from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
     specs_by_life,
 )
-from tandemkv.cache_rank.protocol.messages import Goodbye, Welcome
+from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello, Welcome
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
@@ -209,10 +213,11 @@ class SharedConnection:
         ours = MappedTensors(self.own.homes)
         control = ControlClient(self._run_dir)
         try:
-            hello = make_hello(
+            hello = Hello(
+                protocol_version=PROTOCOL_VERSION,
                 token=self._run_dir.token,
                 model=self._model,
-                settings=self._settings,
+                settings=self._settings.flat(),
                 max_rows=self._sizes.max_batch,
                 page_size=self._sizes.page_size,
                 gpus=gpu_uuids(self.own.homes),

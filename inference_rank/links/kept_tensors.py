@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
-from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import let_hold, take_held
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, is_pool, specs_by_life
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec

@@ -340,7 +340,7 @@ def _with_dense_tokens(
     selection = settings.selection
     if selection.dense_tokens is not None or not selection.dense_while_fits:
         return settings
-    if not settings.rank_settings.placement.attends_to_pool:
+    if settings.rank_settings.placement.has_far_pool:
         return settings
     if device == "cpu":
         return _with_dense_samples(settings)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Self
 
@@ -43,25 +44,16 @@ def fitted_layers(model: ModelSpec) -> list[int]:
 class FittedQueries:
     """The projections in a file; nothing but its header is read before they are asked for.
 
-    Parameters
-    ----------
-    path : Path
-        A file of `write_fitted_queries`.
-    model : ModelSpec
-        That is served; under tensor parallelism the whole one.
-    distance : int
-        Layers between the stream that is read and the query.
-    num_late : int
-        First layers that are predicted from the stream at their own entry: W_q is exact there.
+    Each has `num_query_rows`, those of all query heads.
 
-    Raises
-    ------
-    SettingsError
-        If it is no such file, or of another model or distance.
+    `path` is a file of `write_fitted_queries`, `model` is served, under tensor parallelism the
+    whole one, and `distance` are the layers between the stream that is read and the query. The
+    first `num_late` layers are predicted from the stream at their own entry: W_q is exact there.
+    Raises `SettingsError` if it is no such file, or of another model or distance.
     """
 
     def __init__(self, path: Path, model: ModelSpec, distance: int, num_late: int = 0) -> None:
-        self._path, self._rows = path, model.num_qo_heads * model.head_dim
+        self._path, self.num_query_rows = path, model.num_qo_heads * model.head_dim
         self._layers = {x for x in fitted_layers(model) if x >= num_late}
         about, shapes = self._header()
         wanted = _about(model, distance)
@@ -74,17 +66,14 @@ class FittedQueries:
                 )
         if about.get("model_hash") != model.model_hash:
             logger.warning("predictor=%s was fitted to other weights of this shape", path)
-        for layer in fitted_layers(model):
-            for part, shape in (
-                ("weight", (self._rows, model.hidden_size)),
-                ("bias", (self._rows,)),
-            ):
-                found = shapes.get(f"layers.{layer}.{part}")
-                if found != shape:
-                    raise SettingsError(
-                        f"predictor={path}: layers.{layer}.{part} is {found}, not {shape}; make "
-                        "the file again"
-                    )
+        parts = {"weight": (self.num_query_rows, model.hidden_size), "bias": (self.num_query_rows,)}
+        for layer, part in product(fitted_layers(model), parts):
+            found = shapes.get(f"layers.{layer}.{part}")
+            if found != parts[part]:
+                raise SettingsError(
+                    f"predictor={path}: layers.{layer}.{part} is {found}, not {parts[part]}; make "
+                    "the file again"
+                )
 
     @classmethod
     def of(cls, selection: SelectionSettings, model: ModelSpec) -> Self | None:
@@ -94,11 +83,6 @@ class FittedQueries:
             return None
         path = Path(declared.predictor).expanduser()
         return cls(path, model, declared.layers_ahead, selection.num_late)
-
-    @property
-    def num_query_rows(self) -> int:
-        """Rows of a projection: all query heads of the model."""
-        return self._rows
 
     def layer(
         self, layer: int, rows: range, *, dtype: torch.dtype, device: torch.device

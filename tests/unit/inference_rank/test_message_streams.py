@@ -24,7 +24,6 @@ from message_pumps import FarForward, Pumps, by_link_shared, check_same
 from shared_forward import LENGTHS, ROWS, settings_of
 from tiny_model import CONFIG, write_model
 
-from tandemkv.cache_rank.counters import Counters
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
@@ -167,8 +166,7 @@ def _engine(
 ) -> Iterator[SharedEngineService]:
     served, stop = threading.Event(), threading.Event()
     engine = SharedEngineService(
-        run_dir=run_dir, model_dir=model_dir, settings=settings, max_rows=3, counters=Counters(),
-        homes=HOMES, rank=rank,
+        run_dir=run_dir, model_dir=model_dir, settings=settings, max_rows=3, homes=HOMES, rank=rank,
     )  # fmt: skip
     thread = threading.Thread(target=engine.run, args=(stop, served.set))
     thread.start()
