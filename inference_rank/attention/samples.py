@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of the requests of a decode step, where the cache rank is in this process."""
+"""Tokens that stand for what is not resident, as a decode step attends to them.
+
+Which tokens these are follows from a request's length (`tandemkv.kernels.samples`), and their K/V
+pass by here anyway, in the prompt and when they leave the ring: nothing has to be sent. How much
+each of them counts the cache rank says with every selection.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +15,69 @@ from typing import Any
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine import Allocate
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.append import SampleMoves
 from tandemkv.kernels.samples import (
     attend_samples,
     load_sample_moves,
     load_sample_slots,
     make_sample_scratch,
+    sample_offsets,
 )
-
-from .sample_set import SampleSet
+from tandemkv.kernels.to_device import to_device
 
 LOG2_UNIT = math.log(2.0)
 """FlashInfer's log-sum-exp is to the base of two."""
+_MOST_LENGTHS = 256
+"""Lengths of prompts whose samples are remembered; a prefill step has fewer prompts."""
+
+
+def zeros_on(device: torch.device) -> Allocate:
+    """Return what makes zeros in this process's own memory."""
+
+    def allocate(_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return allocate
 
 
 class StepSamples(ABC):
     """What stands for the rest of each request, as the attention of a decode step needs it.
 
-    Who the requests of a step are is in buffers whose addresses never change.
+    Who the requests of a step are is in buffers whose addresses never change. A step has up to
+    `max_batch` requests, one less than there are rows. `allocate` makes the tensors.
 
     Attributes
     ----------
     log_weight : torch.Tensor
-        ``[L, rows, H, num_samples]`` float32; the cache rank writes it.
+        ``[L, max_batch + 1, H, num_samples]`` float32; the cache rank writes it. ``-inf`` until
+        something is selected for a row.
     num_samples : int
         Samples of a request.
-
-    Parameters
-    ----------
-    slots : torch.Tensor
-        ``[max_batch, num_samples]`` integers: where the samples of a step's requests are.
-    query : tuple of int
-        Heads and dimension of a request's query, ``(Hq, D)``.
     """
 
     def __init__(
-        self, log_weight: torch.Tensor, slots: torch.Tensor, query: tuple[int, int]
+        self, model: ModelSpec, selection: SelectionSettings, max_batch: int, allocate: Allocate
     ) -> None:
-        self.log_weight, self.num_samples, self._slots = log_weight, slots.shape[1], slots
-        self._rows = torch.zeros(len(slots), dtype=torch.int64, device=slots.device)
-        self._is_sparse = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
+        self.num_samples = selection.num_samples
+        self._num_sink, self._num_recent = selection.num_sink_tokens, selection.num_recent_tokens
+        shape = (model.num_layers, max_batch + 1, model.num_kv_heads, self.num_samples)
+        self.log_weight = allocate("sample_log_weight", shape, torch.float32).fill_(float("-inf"))
+        device = self.log_weight.device
+        self._slots = torch.zeros((max_batch, self.num_samples), dtype=torch.int32, device=device)
+        self._rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._is_sparse = torch.zeros(max_batch, dtype=torch.bool, device=device)
         self._scratch = make_sample_scratch(
-            len(slots), query[0], log_weight.shape[2], self.num_samples, query[1], slots.device
-        )
+            max_batch, model.num_qo_heads, model.num_kv_heads, self.num_samples, model.head_dim,
+            device,
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of samples and weights that are nobody else's."""
+        return self.log_weight.nbytes
 
     @abstractmethod
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,13 +111,11 @@ class PoolSamples(StepSamples):
     """Samples where SGLang's pool has them: nothing is copied."""
 
     def __init__(
-        self, pool: Any, log_weight: torch.Tensor, *, num_sink: int, num_recent: int,
-        max_batch: int, query: tuple[int, int],
+        self, pool: Any, model: ModelSpec, selection: SelectionSettings, max_batch: int,
+        allocate: Allocate,
     ) -> None:  # fmt: skip
-        shape = (max_batch, log_weight.shape[-1])
-        slots = torch.zeros(shape, dtype=torch.int32, device=log_weight.device)
-        super().__init__(log_weight, slots, query)
-        self._pool, self._num_sink, self._num_recent = pool, num_sink, num_recent
+        super().__init__(model, selection, max_batch, allocate)
+        self._pool = pool
 
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self._pool.get_kv_buffer(layer)
@@ -110,27 +133,49 @@ class PoolSamples(StepSamples):
 
 
 class OwnSamples(StepSamples):
-    """Samples in tensors of their own, because the pool is another GPU's memory."""
+    """Samples in tensors of their own, because the pool is another GPU's memory.
+
+    `num_dense` is the longest request that any step attends to as a whole.
+
+    Attributes
+    ----------
+    k, v : torch.Tensor
+        ``[num_layers, max_batch + 1, num_samples, num_kv_heads, head_dim]``.
+    """
 
     def __init__(
-        self, samples: SampleSet, *, num_sink: int, num_resident: int, num_recent: int,
-        num_dense: int, max_batch: int, query: tuple[int, int],
+        self, model: ModelSpec, selection: SelectionSettings, max_batch: int, allocate: Allocate,
+        *, num_dense: int,
     ) -> None:  # fmt: skip
-        self._set, device = samples, samples.k.device
-        self._slots_of = samples.slots(torch.arange(samples.k.shape[1], device=device))
-        super().__init__(samples.log_weight, self._slots_of[:1].repeat(max_batch, 1), query)
+        num_samples, dtype = selection.num_samples, getattr(torch, model.stored_dtype)
+        heads = (model.num_kv_heads, model.head_dim)
+        shape = (model.num_layers, max_batch + 1, num_samples, *heads)
+        self.k = allocate("sample_k", shape, dtype)
+        self.v = allocate("sample_v", shape, dtype)
+        super().__init__(model, selection, max_batch, allocate)
+        device = self.k.device
+        index = torch.arange(num_samples, device=device)
+        rows = torch.arange(max_batch + 1, device=device)[:, None]
+        self._slots_of = rows * num_samples + index
+        self._slots = self._slots_of[:1].repeat(max_batch, 1)
         self._sizes = {
-            "num_samples": samples.num_samples,
-            "num_sink": num_sink,
-            "num_resident": num_resident,
-            "num_recent": num_recent,
+            "num_samples": num_samples,
+            "num_sink": selection.num_sink_tokens,
+            "num_resident": selection.num_resident,
+            "num_recent": selection.num_recent_tokens,
             "num_dense": num_dense,
         }
         self._moved = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
         self._sources = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._positions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """See `StepSamples.nbytes`."""
+        return self.k.nbytes + self.v.nbytes + self.log_weight.nbytes
 
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._set.k[layer].flatten(0, 1), self._set.v[layer].flatten(0, 1)
+        return self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1)
 
     def load(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
@@ -144,13 +189,31 @@ class OwnSamples(StepSamples):
     def moves(self, layer: int, size: int) -> SampleMoves:
         """Return which tokens become samples in `layer`, to be copied as one is appended."""
         return SampleMoves(
-            k=self._set.k[layer], v=self._set.v[layer],
+            k=self.k[layer], v=self.v[layer],
             samples=self._moved[:size], sources=self._sources[:size],
         )  # fmt: skip
 
     def fill(self, layer: int, row: int, slots: torch.Tensor, pool: Sequence[torch.Tensor]) -> None:
         """Take over the samples of a finished prompt, at `slots` ``[length]`` of K and V."""
-        index, positions = self._set.positions(len(slots))
+        index, positions = self.positions(len(slots))
         chosen = slots[positions].long()
-        for own, far in zip((self._set.k, self._set.v), pool, strict=True):
+        for own, far in zip((self.k, self.v), pool, strict=True):
             own[layer, row][index] = far[chosen]
+
+    def positions(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return samples and positions, ``[n]`` int64 on the device, of a request of `length`.
+
+        Fewer than `num_samples` where there are fewer candidates. Every layer of a prompt asks for
+        the same: they are found once, and brought to the device without waiting for it.
+        """
+        found = self._positions.get(length)
+        if found is None:
+            candidates = max(0, length - self._num_recent - self._num_sink)
+            offsets, _ = sample_offsets(torch.tensor(candidates), self.num_samples)
+            (index,) = (offsets >= 0).nonzero(as_tuple=True)
+            positions = (offsets[index] + self._num_sink).tolist()
+            found = to_device(index.tolist(), self.k.device), to_device(positions, self.k.device)
+            if len(self._positions) >= _MOST_LENGTHS:
+                self._positions.clear()
+            self._positions[length] = found
+        return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from msgspec import structs
 
 from tandemkv.cache_rank.protocol.engine import (
-    Allocate,
     DenseLengths,
     Engine,
     EnginePools,
@@ -37,10 +37,8 @@ from tandemkv.inference_rank.attention.pool import layers_of_pool, token_slots
 from tandemkv.inference_rank.attention.prefix_staging import PrefixStaging
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
-from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
-from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.attention.sample_set import make_log_weights, zeros_on
-from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
+from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
+from tandemkv.inference_rank.attention.samples import PoolSamples, zeros_on
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.gpu_index import with_index
 from tandemkv.inference_rank.links.base import Link
@@ -263,35 +261,29 @@ def make_home(
     Raises `ContractError` if the plugin did not build SGLang's pool.
     """
     selection, pool = settings.selection, runner.token_to_kv_pool
-    rows1 = int(runner.req_to_token_pool.req_to_token.shape[0])
-    width, num_slots = selection.num_resident, token_slots(pool)
-    sizes: dict[str, Any] = {"num_recent": selection.num_recent_tokens, "max_batch": rows1 - 1}
-    sample_sizes = {**sizes, "num_sink": selection.num_sink_tokens}
-    sample_sizes["query"] = (model.num_qo_heads, model.head_dim)
-    num_dense = dense_steps(selection).num_dense
-    sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
-    longest = model.max_context if selection.declared.has_slow_steps else 0
-    mapped = getattr(pool, "mapped", None)
+    rows1, num_slots = int(runner.req_to_token_pool.req_to_token.shape[0]), token_slots(pool)
+    width, is_on_host = selection.num_resident, settings.placement.host_engine
+    sizes: dict[str, Any] = {
+        "num_resident": width,
+        "num_recent": selection.num_recent_tokens,
+        "num_dense": dense_steps(selection).num_dense,
+        "max_batch": rows1 - 1,
+        "device": device,
+    }
+    mapped: MappedTensors | None = getattr(pool, "mapped", None)
+    allocate = zeros_on(device)
+    if mapped is not None and not is_on_host:  # such an engine writes to no sets
+        allocate = partial(mapped.allocate, home="inference")
     if settings.placement.has_far_pool:
-        keeps_sink = settings.placement.host_engine  # and no engine writes to the sets
-        allocate = None if mapped is None or keeps_sink else _beside_the_model(mapped)
-        resident = ResidentSet(model, selection, rows1 - 1, device, allocate)
-        own = None
-        if resident.samples is not None:
-            own = OwnSamples(
-                resident.samples, num_resident=width, num_dense=num_dense, **sample_sizes
-            )
-        return OwnSet(pool, RingTable(**sizes), resident, own, keeps_sink=keeps_sink)
+        table = RingTable(**sizes)
+        return OwnSet(pool, table, model, selection, allocate, keeps_sink=is_on_host)
+    longest = model.max_context if selection.declared.has_slow_steps else 0
     shape = (rows1, width, model.num_kv_heads, model.head_dim)
     sets = _behind_tokens(layers_of_pool(pool, model.num_layers), num_slots, shape, model)
     samples = None
     if selection.num_samples:
-        if mapped is not None:
-            log_weight = mapped["sample_log_weight"].fill_(float("-inf"))
-        else:
-            log_weight = make_log_weights(model, selection, rows1 - 1, zeros_on(device))
-        samples = PoolSamples(pool, log_weight, **sample_sizes)
-    return PoolTail(
+        samples = PoolSamples(pool, model, selection, rows1 - 1, allocate)
+    return ResidentHome(
         pool, AttendTable(**sizes, first_slot=num_slots, longest=longest), sets, samples
     )
 
@@ -319,15 +311,6 @@ def _behind_tokens(
         k, v = (buffer[num_slots:needed].view(own) for buffer in buffers)
         sets.append((k, v))
     return sets
-
-
-def _beside_the_model(mapped: MappedTensors) -> Allocate:
-    """Return what gives the tensors on the model's GPU, which the engine writes to."""
-
-    def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return mapped.allocate(name, shape, dtype, "inference")
-
-    return allocate
 
 
 def full_backend(runner: Any) -> Any:

@@ -24,10 +24,8 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
-from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
-from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.attention.sample_set import make_log_weights, zeros_on
-from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
+from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
+from tandemkv.inference_rank.attention.samples import PoolSamples, zeros_on
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
@@ -196,21 +194,15 @@ class World:
 
     def make_home(self) -> ResidentHome:
         selection, pool, width = self.selection, self.pool, self.num_resident
-        sizes: dict[str, Any] = {"num_recent": RECENT, "max_batch": ROWS1 - 1}
-        whole, query = {"num_dense": self.dense.num_dense}, (QUERY_HEADS, DIM)
-        tables = {**sizes, **whole, "num_resident": width, "device": CPU}
+        tables: dict[str, Any] = {
+            "num_resident": width,
+            "num_recent": RECENT,
+            "num_dense": self.dense.num_dense,
+            "max_batch": ROWS1 - 1,
+            "device": CPU,
+        }
         if self.own:
-            resident, samples = ResidentSet(MODEL, selection, ROWS1 - 1, CPU), None
-            if resident.samples is not None:
-                samples = OwnSamples(
-                    resident.samples,
-                    num_sink=SINK,
-                    num_resident=width,
-                    query=query,
-                    **whole,
-                    **sizes,
-                )
-            return OwnSet(pool, RingTable(**tables), resident, samples)
+            return OwnSet(pool, RingTable(**tables), MODEL, selection, zeros_on(CPU))
         shape = (ROWS1, width, HEADS, DIM)
         sets = [
             (k[NUM_SLOTS:].view(shape), v[NUM_SLOTS:].view(shape))
@@ -218,9 +210,8 @@ class World:
         ]
         in_pool = None
         if selection.num_samples:
-            weights = make_log_weights(MODEL, selection, ROWS1 - 1, zeros_on(CPU))
-            in_pool = PoolSamples(pool, weights, num_sink=SINK, query=query, **sizes)
-        return PoolTail(pool, AttendTable(**tables, first_slot=NUM_SLOTS), sets, in_pool)
+            in_pool = PoolSamples(pool, MODEL, selection, ROWS1 - 1, zeros_on(CPU))
+        return ResidentHome(pool, AttendTable(**tables, first_slot=NUM_SLOTS), sets, in_pool)
 
     # -- what SGLang does ----------------------------------------------------------------
 
