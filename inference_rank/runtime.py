@@ -8,6 +8,7 @@ that, or in processes without a model (HTTP server), see None and do nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,28 @@ def set_current(runtime: Any) -> None:
     """Enter this process's runtime."""
     global _current
     _current = runtime
+
+
+def noted(note: Callable[..., None]) -> Callable[..., None]:
+    """Return a BEFORE or AFTER hook, ``note(runtime, *args)`` once there is a runtime."""
+
+    def hook(*args: Any, **_: Any) -> None:
+        if (runtime := current()) is not None:
+            note(runtime, *args)
+
+    return hook
+
+
+def around(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an AROUND hook, ``hook(runtime, original, *args)`` once there is a runtime."""
+
+    def pass_on(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        runtime = current()
+        if runtime is None:
+            return original(*args, **kwargs)
+        return hook(runtime, original, *args, **kwargs)
+
+    return pass_on
 
 
 def settings_from_environment() -> RankSettings:
