@@ -22,7 +22,7 @@ from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart
 from .prefix_staging import PrefixStaging
 from .probe import AttentionProbe
-from .resident_attention import FlashInferResident, PagedResident, ResidentAttention
+from .resident_attention import FlashInferResident, PagedResident
 from .resident_home import ResidentHome
 
 
@@ -67,7 +67,7 @@ class ResidentBackend(AttentionBackend):
         # SGLang's models find both here.
         self.req_to_token_pool = self._pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self._sparse: ResidentAttention = (
+        self._sparse = (
             FlashInferResident(runner, home.table, home.pool, home.samples)
             if device.type == "cuda"
             else PagedResident(home.table, home.pool, home.samples)
@@ -105,7 +105,6 @@ class ResidentBackend(AttentionBackend):
         """Allocate what captured graphs read."""
         if self._needs_full:
             self._full.init_cuda_graph_state(max_bs, max_num_tokens)
-        assert isinstance(self._sparse, FlashInferResident)
         self._sparse.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

@@ -17,10 +17,9 @@ import torch
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.side_stream import SideStream
+from tandemkv.inference_rank.sglang.pool import as_stored
 from tandemkv.kernels.gather import gather_tokens
 from tandemkv.kernels.streams import LOWEST_PRIORITY
-
-from .pool import as_stored
 
 _BUFFERS = 2
 """Layers whose prefixes are held at once: one that is attended to, and the next."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.inference_rank.sglang.pool import store_tokens
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 from tandemkv.kernels.step_tables import load_attended, load_ring
@@ -139,8 +140,14 @@ class _WithoutWindows:
         return getattr(self._runner, name)
 
 
-class ResidentAttention(Protocol):
-    """Attends to what an `AttendTable` lists."""
+class PagedResident:
+    """Attends to what an `AttendTable` lists, without FlashInfer, for devices that have none."""
+
+    def __init__(self, table: AttendTable, pool: Any, samples: StepSamples | None = None) -> None:
+        self._pool, self._table, self._samples = pool, table, samples
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured graphs read."""
 
     def plan(
         self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: DecodeKind
@@ -158,13 +165,39 @@ class ResidentAttention(Protocol):
         ``[B, Hq, D + 1]`` float32 is output and natural log-sum-exp over tokens that are attended
         to elsewhere. `sinks` ``[Hq]`` are those of a model that has them.
         """
+        if save_kv_cache:
+            store_tokens(self._pool, layer, forward_batch, k, v)
+        keys, values = self._pool.get_kv_buffer(layer.layer_id)
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        size = len(query)
+        out, lse = attend_paged(
+            query, keys, values, self._table.slots[:size], self._table.attended[:size],
+            scale=layer.scaling,
+        )  # fmt: skip
+        samples = self._samples if with_samples else None
+        return _merged(out, lse, query, layer, samples, rest, sinks).to(q.dtype)
+
+
+def _merged(
+    out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, layer: Any,
+    samples: StepSamples | None, rest: torch.Tensor | None, sinks: torch.Tensor | None,
+    lse_unit: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    """Return ``[B, Hq * D]``: `out` and what is not in it; see `PagedResident.attend`."""
+    if sinks is not None:
+        out, lse = join_sinks(out, lse, sinks, lse_unit=lse_unit)
+    if samples is not None:
+        samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=lse_unit)
+    if rest is not None:
+        out, _ = merge_attention(out, lse * lse_unit, rest[..., :-1], rest[..., -1])
+    return out.reshape(len(query), -1)
 
 
 class _StepView(SimpleNamespace):
     """A forward batch as far as planning goes; unlike its parent it can be referred to weakly."""
 
 
-class FlashInferResident:
+class FlashInferResident(PagedResident):
     """FlashInfer's paged decode through SGLang's own backend, which gets our table.
 
     SGLang plans FlashInfer's work from lengths on the host and copies slots from its request
@@ -177,7 +210,7 @@ class FlashInferResident:
     ) -> None:
         from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-        self._table, self._samples, self._pool = table, samples, pool
+        super().__init__(table, pool, samples)
         max_batch = len(table.slots)
         self._backend = FlashInferAttnBackend(
             _WithoutWindows(runner),
@@ -217,7 +250,7 @@ class FlashInferResident:
         table.slots[:size, :width] = 0
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what captured graphs read."""
+        """See `PagedResident.init_cuda_graph_state`."""
         table = self._table
         self._backend.init_cuda_graph_state(
             max_bs,
@@ -230,7 +263,7 @@ class FlashInferResident:
     def plan(
         self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: DecodeKind
     ) -> None:
-        """See `ResidentAttention.plan`."""
+        """See `PagedResident.plan`."""
         table, size = self._table, forward_batch.batch_size
         lengths = forward_batch.seq_lens_cpu[:size]
         on_host = table.attended_on_host(lengths, table.num_dense, table.whole)
@@ -265,7 +298,7 @@ class FlashInferResident:
         save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """See `ResidentAttention.attend`."""
+        """See `PagedResident.attend`."""
         samples = self._samples if with_samples else None
         if samples is None and sinks is None and rest is None:
             found: torch.Tensor = self._backend.forward_decode(
@@ -284,49 +317,6 @@ class FlashInferResident:
             logits_soft_cap=layer.logit_cap, k_scale=layer.k_scale_float,
             v_scale=layer.v_scale_float,
         )  # fmt: skip
-        if sinks is not None:
-            out, lse = join_sinks(out, lse, sinks, lse_unit=LOG2_UNIT)
-        if samples is not None:
-            samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=LOG2_UNIT)
         if rest is not None:
             rest = rest.clone()  # it is host memory, and read more than once
-            out, _ = merge_attention(out, lse * LOG2_UNIT, rest[..., :-1], rest[..., -1])
-        return out.reshape(len(query), -1)
-
-
-class PagedResident:
-    """The same without FlashInfer, for devices that have none."""
-
-    def __init__(self, table: AttendTable, pool: Any, samples: StepSamples | None = None) -> None:
-        self._pool, self._table, self._samples = pool, table, samples
-
-    def plan(
-        self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: DecodeKind
-    ) -> None:
-        """Nothing to plan."""
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
-        save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """See `ResidentAttention.attend`."""
-        if save_kv_cache:
-            shape = (-1, layer.tp_k_head_num, layer.head_dim)
-            self._pool.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k.view(shape), v.view(shape)
-            )
-        keys, values = self._pool.get_kv_buffer(layer.layer_id)
-        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        size = len(query)
-        out, lse = attend_paged(
-            query, keys, values, self._table.slots[:size], self._table.attended[:size],
-            scale=layer.scaling,
-        )  # fmt: skip
-        if sinks is not None:
-            out, lse = join_sinks(out, lse, sinks)
-        if self._samples is not None and with_samples:
-            self._samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=1.0)
-        if rest is not None:
-            out, _ = merge_attention(out, lse, rest[..., :-1], rest[..., -1])
-        return out.to(q.dtype).view(size, -1)
+        return _merged(out, lse, query, layer, samples, rest, sinks, LOG2_UNIT)

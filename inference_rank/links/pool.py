@@ -17,7 +17,6 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank.gpu_index import with_index
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 from .kept_tensors import make_kept_tensors
@@ -107,3 +106,11 @@ def rank_model_spec(config: Any, kv_dtype: torch.dtype, table: torch.Tensor) -> 
         max_context=int(table.shape[1]),
     )
     return shard_of(model, sglang_versions.tensor_size())
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return `device` with the index of the current GPU if it has none."""
+    index: int | None = device.index  # the stubs have it as int
+    if device.type != "cuda" or index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())

@@ -23,6 +23,7 @@ from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgra
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
 from tandemkv.cache_rank.protocol.memory.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
+from tandemkv.inference_rank.sglang.pool import store_tokens
 from tandemkv.inference_rank.sglang.residual_hooks import install_norm_hooks, install_residual_hooks
 from tandemkv.kernels.step_flags import StepWait
 
@@ -192,7 +193,7 @@ class SharedLink:
         program, self._size = self.program, len(query)
         is_remote = program.attends_remotely(self._kind, layer)
         if is_remote and save_kv_cache:
-            _store_tokens(self._pool, owner, forward_batch, k, v)
+            store_tokens(self._pool, owner, forward_batch, k, v)
         if self._is_open and (is_remote or program.hands_over_query(self._kind, layer)):
             self._signals.put_query(layer, query)
 
@@ -367,14 +368,3 @@ class SharedLink:
         if self._unsent == layer:
             self._unsent = None
             self._signals.put_stream_beside(layer, stream)
-
-
-def _store_tokens(
-    pool: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
-) -> None:
-    """Write a step's tokens to SGLang's pool, as its own attention of `layer` would do it."""
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-    shape = (-1, layer.tp_k_head_num, layer.head_dim)
-    location = KVWriteLoc(forward_batch.out_cache_loc, None)
-    pool.set_kv_buffer(layer, location, k.view(shape), v.view(shape))

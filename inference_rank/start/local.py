@@ -31,19 +31,16 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
-from tandemkv.inference_rank.attention.native_sinks import NativeSinks
-from tandemkv.inference_rank.attention.native_verify import NativeVerify
-from tandemkv.inference_rank.attention.pool import layers_of_pool, token_slots
+from tandemkv.inference_rank.attention.native import NativeAttention
 from tandemkv.inference_rank.attention.prefix_staging import PrefixStaging
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
 from tandemkv.inference_rank.attention.samples import PoolSamples, zeros_on
 from tandemkv.inference_rank.counters import Counters
-from tandemkv.inference_rank.gpu_index import with_index
 from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
-from tandemkv.inference_rank.links.pool import rank_model_spec
+from tandemkv.inference_rank.links.pool import rank_model_spec, with_index
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace
 from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
@@ -55,6 +52,7 @@ from tandemkv.inference_rank.sglang.live_model import (
     layers_of,
 )
 from tandemkv.inference_rank.sglang.occupancy import Occupancy
+from tandemkv.inference_rank.sglang.pool import layers_of_pool, token_slots
 from tandemkv.inference_rank.weights.query_checkpoint import checkpoint_of
 
 from .measurement import StartMeasurement, agree_over_ranks
@@ -189,7 +187,14 @@ def backend_of(
         dense=dense_steps(selection),
         num_resident=selection.num_resident,
         runtime=runtime,
-        probe=attention_probe(runner, settings, runtime.model, home, link),
+        probe=AttentionProbe.from_environment(
+            settings=settings,
+            has_graphs=str(runner.device) != "cpu" and not runner.server_args.disable_cuda_graph,
+            model=runtime.model,
+            keys=layers_of_pool(runner.token_to_kv_pool, runtime.model.num_layers)[0],
+            resident_positions=link.resident_positions,
+            log_weight=None if home.samples is None else home.samples.log_weight,
+        ),
         staging=prefix_staging(runner, runtime, full),
     )
 
@@ -216,21 +221,6 @@ def _engine_pools(runner: Any, home: ResidentHome) -> EnginePools:
         resident=home.sets,
         page_size=int(runner.page_size),
         log_weight=None if home.samples is None else home.samples.log_weight,
-    )
-
-
-def attention_probe(
-    runner: Any, settings: RankSettings, model: ModelSpec, home: ResidentHome, link: Link
-) -> AttentionProbe | None:
-    """Return the probe that the environment asks for, if any; see `AttentionProbe`."""
-    args = runner.server_args
-    return AttentionProbe.from_environment(
-        model=model,
-        settings=settings,
-        keys=layers_of_pool(runner.token_to_kv_pool, model.num_layers)[0],
-        resident_positions=link.resident_positions,
-        log_weight=None if home.samples is None else home.samples.log_weight,
-        has_graphs=str(runner.device) != "cpu" and not args.disable_cuda_graph,
     )
 
 
@@ -315,22 +305,15 @@ def _behind_tokens(
 
 def full_backend(runner: Any) -> Any:
     """SGLang's own attention backend for the device, one that takes sinks if the model has them."""
-    is_cuda = torch.device(runner.device).type == "cuda"
+    if torch.device(runner.device).type == "cpu":
+        return NativeAttention(runner)
     if architecture_of(runner.model).has_sinks:
-        if not is_cuda:
-            return NativeSinks(runner)
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
         return TritonAttnBackend(runner)
-    if is_cuda:
-        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-        return FlashInferAttnBackend(runner, init_new_workspace=True)
-    if runner.server_args.speculative_algorithm:
-        return NativeVerify(runner)
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    return TorchNativeAttnBackend(runner)
+    return FlashInferAttnBackend(runner, init_new_workspace=True)
 
 
 def local_model_spec(runner: Any) -> ModelSpec:

@@ -391,7 +391,7 @@ class World:
         samples: Any = self.home.samples
         count = request.length - RECENT - SINK
         offsets, _ = sample_offsets(torch.tensor(count), samples.num_samples)
-        pool = samples._set.k[layer].flatten(0, 1) if self.own else self.pool.k[layer]
+        pool = samples.k[layer].flatten(0, 1) if self.own else self.pool.k[layer]
         for head, weight in enumerate(samples.log_weight[layer, request.row]):
             counted = weight > float("-inf")
             positions = offsets[counted] + SINK

@@ -97,3 +97,14 @@ def layers_of_pool(
 def token_slots(pool: Any) -> int:
     """Slots of `pool` that hold tokens, its padding page included."""
     return int(pool.size) + int(pool.page_size)
+
+
+def store_tokens(
+    pool: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write a step's tokens to `pool`, as SGLang's own attention of `layer` would do it."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    shape = (-1, layer.tp_k_head_num, layer.head_dim)
+    location = KVWriteLoc(forward_batch.out_cache_loc, None)
+    pool.set_kv_buffer(layer, location, k.view(shape), v.view(shape))
