@@ -11,13 +11,12 @@ import torch
 from tandemkv.cache_rank.protocol.engine import Engine
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
-from tandemkv.inference_rank.links.layer_streams import LayerStreams
-from tandemkv.inference_rank.links.look_ahead import LookAhead
-from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.sglang.residual_hooks import install_logits_hook
 from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow
+from .look_ahead import LayerStreams, LookAhead
+from .side_stream import SideStream
 
 
 class LocalLink:

@@ -25,7 +25,10 @@ from .connection import SharedConnection
 
 
 class LinkSignals(Protocol):
-    """The forward pass's side of a step's flags and staging. Used by the thread that queues it."""
+    """The forward pass's side of a step's flags and staging. Used by the thread that queues it.
+
+    What has a body is so where the host waits: one thing is done after the other.
+    """
 
     is_captured: bool
     """Whether steps may be captured in CUDA graphs, so that calls are not seen when they run."""
@@ -43,9 +46,11 @@ class LinkSignals(Protocol):
 
     def mask(self) -> None:
         """Let waits return at once and raises do nothing, until `begin`."""
+        return
 
     def forget_lost(self) -> None:
         """Let what was not answered be that of an epoch that is over: all its passes have ended."""
+        return
 
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -54,9 +59,11 @@ class LinkSignals(Protocol):
 
     def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
         """Hand over ``stream [B, hidden_size]``, which stays as it is until `join_sent`."""
+        self.put_stream(layer, stream, None)
 
     def join_sent(self) -> None:
         """Let what follows wait for what was put beside it."""
+        return
 
     def put_query(self, layer: int, query: torch.Tensor) -> None:
         """Hand over the query ``[B, Hq, D]`` of `layer`."""
@@ -75,9 +82,13 @@ class LinkSignals(Protocol):
 
     def ready_wait(self, layer: int) -> StepWait | None:
         """Return that wait for a kernel that makes it behind its own work; None: none can."""
+        del layer
+        return None
 
     def await_output(self, layer: int, size: int) -> bool:
         """Wait for what the engine has attended to for `size` requests; False: it is lost."""
+        del size
+        return self.await_ready(layer)
 
     def end(self) -> bool:
         """End a step: SGLang may write to the request table once the engine has read it.
@@ -90,9 +101,10 @@ class LinkSignals(Protocol):
 
     def give_up(self) -> None:
         """Let the engine end the present step without what was not raised for it."""
+        return
 
 
-class HostSignals:
+class HostSignals(LinkSignals):
     """Flags in host memory: what is written is seen at once, in order.
 
     Of several cache ranks, in the order of their KV heads, each gets the queries of its heads, and
@@ -127,12 +139,6 @@ class HostSignals:
         """See `LinkSignals.await_finished`."""
         return self._wait(self._at.FINISHED, step)
 
-    def mask(self) -> None:
-        """See `LinkSignals.mask`: nothing is rehearsed on a CPU."""
-
-    def forget_lost(self) -> None:
-        """See `LinkSignals.forget_lost`: the connections alone know."""
-
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
@@ -144,13 +150,6 @@ class HostSignals:
             else:
                 torch.add(hidden_states, residual, out=out)
         self.raise_input(layer)
-
-    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
-        """See `LinkSignals.put_stream_beside`: one thing is done after the other."""
-        self.put_stream(layer, stream, None)
-
-    def join_sent(self) -> None:
-        """See `LinkSignals.join_sent`: nothing is beside the forward pass."""
 
     def put_query(self, layer: int, query: torch.Tensor) -> None:
         """See `LinkSignals.put_query`."""
@@ -175,16 +174,6 @@ class HostSignals:
     def await_ready(self, layer: int) -> bool:
         """See `LinkSignals.await_ready`: attention needs all heads."""
         return self._wait(self._at.ready(layer))
-
-    def ready_wait(self, layer: int) -> StepWait | None:
-        """See `LinkSignals.ready_wait`: the host waits."""
-        del layer
-        return None
-
-    def await_output(self, layer: int, size: int) -> bool:
-        """See `LinkSignals.await_output`."""
-        del size
-        return self.await_ready(layer)
 
     def end(self) -> bool:
         """See `LinkSignals.end`."""
@@ -212,7 +201,7 @@ class HostSignals:
         return all(connection.wait(flag, step) for connection in self._all)
 
 
-class StreamSignals:
+class StreamSignals(LinkSignals):
     """Flags in GPU memory: waiting and raising are kernels of the current stream.
 
     Of several cache ranks each gets the queries of its heads, and a wait is one kernel that polls
@@ -391,9 +380,6 @@ class StreamSignals:
         """See `LinkSignals.is_done`: its results came with what was lost until then."""
         lost = self.lost_step
         return not self._is_lost() and (not lost or step < lost)
-
-    def give_up(self) -> None:
-        """See `LinkSignals.give_up`: the engine's own waits end."""
 
     def _is_lost(self) -> bool:
         return any(each.is_lost() for each in self._all)

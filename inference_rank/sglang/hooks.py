@@ -22,6 +22,7 @@ from tandemkv.inference_rank.resume import hooks as resume_hooks
 
 from . import aborts, nodes, single_process_group, teacher_forcing
 from . import versions as sglang_versions
+from .pool import make_local_pool_class, resident_slots
 
 Hook = tuple[str, Callable[..., Any], HookType]
 
@@ -34,9 +35,8 @@ _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaG
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
 _SIGNALS = f"{_MANAGER}.SignalHandler"
 
-_num_rows = 0
-"""Rows of SGLang's request table, noted before the pool is built."""
 _req_to_token_pool: Any = None
+"""SGLang's request table, noted before the pool is built."""
 
 
 def register_backend(name: str) -> None:
@@ -90,7 +90,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
         ("sglang.srt.layers.radix_attention.RadixAttention.forward", progress.on_layer,
          HookType.BEFORE),
-        (f"{_CONFIGURATOR}._build_token_to_kv_pool", _note_rows, HookType.BEFORE),
+        (f"{_CONFIGURATOR}._build_token_to_kv_pool", _note_table, HookType.BEFORE),
         (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
         *((target, hook, HookType.AROUND) for target, hook in around.items()),
         *(resume_hooks.hooks() if placement.maps_memory else []),
@@ -138,18 +138,12 @@ def http_hooks() -> list[Hook]:
     ]
 
 
-def _note_rows(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
-    global _num_rows, _req_to_token_pool
-    _num_rows = int(req_to_token_pool.req_to_token.shape[0])
+def _note_table(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
+    global _req_to_token_pool
     _req_to_token_pool = req_to_token_pool
 
 
 def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    from tandemkv.inference_rank.sglang.pool import (
-        make_local_pool_class,
-        resident_slots,
-    )
-
     settings = runtime_module.settings_from_environment()
     selection, base = settings.selection, kwargs["mha_pool_class"]
     if settings.placement.maps_memory:
@@ -157,7 +151,8 @@ def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
 
         kwargs["mha_pool_class"] = make_shared_pool_class(base, self, _req_to_token_pool)
         return original(self, **kwargs)
-    extra = resident_slots(selection, _num_rows, int(self.pool_page_size))
+    num_rows = len(_req_to_token_pool.req_to_token)
+    extra = resident_slots(selection, num_rows, int(self.pool_page_size))
     config = read_config(Path(self.model_config.model_path))
     windowed = windowed_layers(config, architecture_of_config(config))
     kwargs["mha_pool_class"] = make_local_pool_class(base, extra, windowed)

@@ -24,7 +24,7 @@ from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet
 from tandemkv.inference_rank.attention.samples import zeros_on
-from tandemkv.inference_rank.links.layer_streams import LayerStreams
+from tandemkv.inference_rank.links.look_ahead import LayerStreams
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.sglang import hooks
 from tandemkv.kernels import streams

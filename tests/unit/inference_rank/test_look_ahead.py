@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank.links.layer_streams import LayerStreams
-from tandemkv.inference_rank.links.look_ahead import LookAhead
+from tandemkv.inference_rank.links.look_ahead import LayerStreams, LookAhead
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.sglang.residual_hooks import (
     install_logits_hook,
