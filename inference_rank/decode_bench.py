@@ -186,12 +186,8 @@ def prepare(runner: Any, batch_size: int, context: int) -> Any:
 def await_prompts(runner: Any) -> None:
     """Wait until a cache rank in another process has indexed the prompts, and sent their sets.
 
-    All of their K/V at once take a link longer than the first decode step would wait.
-
-    Raises
-    ------
-    RuntimeError
-        If it will not, or does not in time; with how far it has come.
+    All of their K/V at once take a link longer than the first decode step would wait. Raises
+    `RuntimeError`, with how far it has come, if it will not or does not in time.
     """
     runtime = runtime_module.current()
     client = None if runtime is None else runtime.client

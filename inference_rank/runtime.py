@@ -31,27 +31,18 @@ from .refresh import RefreshSchedule, Vocabulary
 
 @dataclass(slots=True, kw_only=True)
 class Runtime:
-    """What hooks find of an inference rank, wherever its engine is.
-
-    Attributes
-    ----------
-    settings, model, counters, occupancy
-        Of this rank.
-    resident_bytes : int
-        Of its resident sets.
-    middle_chunk_row : int or None
-        Row of the request in the present pass whose prompt does not end in it.
-    rows_on_host : list of int or None
-        Rows of the pass that is being made; None if it is not SGLang's scheduler that makes it.
-    """
+    """What hooks find of an inference rank, wherever its engine is."""
 
     settings: RankSettings
     model: ModelSpec
     counters: Counters
     resident_bytes: int
+    """Of its resident sets."""
     occupancy: Occupancy
     middle_chunk_row: int | None = None
+    """Row of the request in the present pass whose prompt does not end in it."""
     rows_on_host: list[int] | None = None
+    """Rows of the pass that is being made; None if it is not SGLang's scheduler that makes it."""
     running_reqs: list[Any] = field(default_factory=list)
     running_lengths: list[int] = field(default_factory=list)
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)

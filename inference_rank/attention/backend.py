@@ -29,24 +29,10 @@ from .resident_home import ResidentHome
 class ResidentBackend(AttentionBackend):
     """Attention over resident sets that an engine keeps fresh.
 
-    Parameters
-    ----------
-    runner : Any
-        SGLang's model runner.
-    full : AttentionBackend
-        SGLang's own backend: prefill, and layers that attend to everything.
-    link : Link
-        To the engine, which keeps the resident sets.
-    home : ResidentHome
-        Where they lie, and what decode attends to.
-    cache_device : torch.device
-        Where the engine works.
-    is_far : bool
-        Whether exact layers attend there: on another GPU, or what is taken for one.
-    probe : AttentionProbe, optional
-        Measures what decode attends to.
-    staging : PrefixStaging, optional
-        Copies prefixes to the model's GPU, if the pool is on another one.
+    `full` is SGLang's own backend: prefill, and layers that attend to everything. `home` is where
+    the resident sets lie, and what decode attends to. The engine works on `cache_device`; with
+    `is_far`, on another GPU or what is taken for one, exact layers attend there. `staging` copies
+    prefixes to the model's GPU, if the pool is on another one.
     """
 
     def __init__(

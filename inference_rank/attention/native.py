@@ -85,20 +85,10 @@ def attend_where(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor,
     sinks: torch.Tensor | None = None, *, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention ``[m, Hq, D]``.
+    """Return attention of ``query [m, Hq, D]`` to ``keys, values [n, H, D]``, like `query`.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        ``[m, Hq, D]``.
-    keys, values : torch.Tensor
-        ``[n, H, D]``.
-    allowed : torch.Tensor
-        ``[m, n]``, bool: what a query attends to.
-    sinks : torch.Tensor, optional
-        ``[Hq]``: the logit of each head's sink.
-    scale : float
-        Factor of the logits.
+    ``allowed [m, n]`` bool says what a query attends to; ``sinks [Hq]`` are logits of each head's
+    sink.
     """
     q, k, v = (x.to(query.dtype).transpose(0, 1)[None] for x in (query, keys, values))
     mask = allowed

@@ -36,18 +36,10 @@ PROBE_EVERY = 8
 class AttentionProbe:
     """Recovered attention mass of sparse requests. Costs time, and waits for the device.
 
-    Parameters
-    ----------
-    path : Path
-        File that lines are appended to.
-    model, settings
-        Of this rank.
-    keys : Sequence[torch.Tensor]
-        Per layer ``[slots, H, D]``: SGLang's pool.
-    resident_positions : Callable
-        ``layer -> [rows, H, R]``, the position in each resident slot; None where the sink is all.
-    log_weight : torch.Tensor, optional
-        ``[L, rows, H, num_samples]``: with how much weight samples count, ``-inf`` for not at all.
+    Lines are appended to `path`. `keys` are those of SGLang's pool, per layer ``[slots, H, D]``.
+    `resident_positions` returns the position in each resident slot of a layer, ``[rows, H, R]``;
+    None where the sink is all. ``log_weight [L, rows, H, num_samples]`` is the weight with which
+    samples count, ``-inf`` for not at all.
     """
 
     def __init__(

@@ -26,18 +26,10 @@ from .sinks import join_sinks
 class AttendTable:
     """Which slots each request of a decode step attends to.
 
-    `longest` is the longest request that `attend_whole` is asked for.
-
-    Attributes
-    ----------
-    slots : torch.Tensor
-        ``[max_batch, width]`` int32, ``width`` the largest of `num_dense`, ``R + num_recent`` and
-        `longest`; the first `attended` count.
-    attended : torch.Tensor
-        ``[max_batch]`` int64: all tokens of a request of up to `num_dense`, else
-        ``min(length, R + num_recent)``.
-    whole : torch.Tensor or None
-        As of the step that was loaded last; ``[B]`` bool on a CPU, if `attend_whole` was called.
+    ``slots [max_batch, width]`` int32, of which the first ``attended [max_batch]`` int64 count: all
+    tokens of a request of up to `num_dense`, else ``min(length, R + num_recent)``. The width is the
+    largest of both and `longest`, the longest request that `attend_whole` is asked for. `whole` is
+    what that was given for the step that was loaded last, or None.
     """
 
     def __init__(
@@ -102,10 +94,8 @@ class AttendTable:
 class RingTable(AttendTable):
     """The same for resident sets that are tensors of their own, ``[rows, R + ring, H, D]``.
 
-    Attributes
-    ----------
-    rows, write_slots : torch.Tensor
-        ``[max_batch]`` int64: row of each request, and slot of its newest token.
+    ``rows, write_slots [max_batch]`` int64 are the row of each request, and slot of its newest
+    token.
     """
 
     def __init__(self, **sizes: Any) -> None:

@@ -25,21 +25,13 @@ class ResidentHome:
 
     These lie behind the tokens in SGLang's pool: nothing has to be copied for dense requests.
 
-    Attributes
-    ----------
-    pool : Any
-        SGLang's pool interface on them: ``get_kv_buffer``, ``set_kv_buffer``.
-    table : AttendTable
-        Which slots a step attends to.
-    sets : Sequence
-        Per layer K and V ``[rows, slots, H, D]``; the first R slots are the cache rank's.
-    samples : StepSamples or None
-        What stands for the rest, if the settings ask for it.
-    holds_dense : bool
-        Whether tokens of requests that need no selection are copied here too.
+    `pool` has SGLang's interface on them: ``get_kv_buffer``, ``set_kv_buffer``. `table` is which
+    slots a step attends to. `sets` are K and V of each layer, ``[rows, slots, H, D]``; the first R
+    slots are the cache rank's. `samples` stand for the rest, if the settings ask for it.
     """
 
     holds_dense = False
+    """Whether tokens of requests that need no selection are copied here too."""
 
     def __init__(
         self,

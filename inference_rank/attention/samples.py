@@ -47,15 +47,9 @@ class StepSamples(ABC):
     """What stands for the rest of each request, as the attention of a decode step needs it.
 
     Who the requests of a step are is in buffers whose addresses never change. A step has up to
-    `max_batch` requests, one less than there are rows. `allocate` makes the tensors.
-
-    Attributes
-    ----------
-    log_weight : torch.Tensor
-        ``[L, max_batch + 1, H, num_samples]`` float32; the cache rank writes it. ``-inf`` until
-        something is selected for a row.
-    num_samples : int
-        Samples of a request.
+    `max_batch` requests, one less than there are rows. `allocate` makes the tensors. The cache rank
+    writes ``log_weight [L, max_batch + 1, H, num_samples]`` float32, ``-inf`` until something is
+    selected for a row.
     """
 
     def __init__(
@@ -135,12 +129,8 @@ class PoolSamples(StepSamples):
 class OwnSamples(StepSamples):
     """Samples in tensors of their own, because the pool is another GPU's memory.
 
-    `num_dense` is the longest request that any step attends to as a whole.
-
-    Attributes
-    ----------
-    k, v : torch.Tensor
-        ``[num_layers, max_batch + 1, num_samples, num_kv_heads, head_dim]``.
+    They are ``k, v [num_layers, max_batch + 1, num_samples, H, D]``. `num_dense` is the longest
+    request that any step attends to as a whole.
     """
 
     def __init__(

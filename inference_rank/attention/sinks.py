@@ -13,25 +13,11 @@ import torch
 def join_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, *, lse_unit: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention over tokens and sinks.
+    """Return attention over tokens and sinks, contiguous, and its log-sum-exp.
 
-    Parameters
-    ----------
-    out : torch.Tensor
-        ``[B, Hq, D]``, float: attention over the tokens alone.
-    lse : torch.Tensor
-        ``[B, Hq]``, float32: log-sum-exp of their scaled logits.
-    sinks : torch.Tensor
-        ``[Hq]``, float: the logit of each head, natural and not scaled.
-    lse_unit : float
-        What `lse` is to be multiplied with to be a natural logarithm: ``ln 2`` for FlashInfer's.
-
-    Returns
-    -------
-    out : torch.Tensor
-        ``[B, Hq, D]``, contiguous, of the dtype of `out`.
-    lse : torch.Tensor
-        ``[B, Hq]``, float32, in the unit of `lse`.
+    Over the tokens alone they are `out` ``[B, Hq, D]``, float, and `lse` ``[B, Hq]``, float32; the
+    results are of their dtypes. `lse` times `lse_unit` is a natural logarithm: ``ln 2`` for
+    FlashInfer's. `sinks` ``[Hq]``, float, are the logits of each head, natural and not scaled.
     """
     natural = lse.float() * lse_unit
     joined = torch.logaddexp(natural, sinks.float().expand_as(natural))

@@ -29,17 +29,8 @@ def install(
     """Wrap `app`, outside of all middleware that SGLang has added or will.
 
     `app` is not yet started. `execute_warmup_func` takes the server's arguments and sends SGLang's
-    first request, over HTTP.
-
-    Returns
-    -------
-    callable
-        `execute_warmup_func`, with a key that the edge accepts.
-
-    Raises
-    ------
-    SettingsError
-        If a key file or what the launcher handed over cannot be used.
+    first request, over HTTP; it is returned with a key that the edge accepts. Raises
+    `SettingsError` if a key file or what the launcher handed over cannot be used.
     """
     global _is_installed
     settings, rank_settings = edge_settings(), runtime_module.settings_from_environment()

@@ -52,18 +52,9 @@ class LookAhead:
     """Lets the cache rank select for a layer where the forward pass enters an earlier one.
 
     `is_selecting` returns whether the current step selects; ``fetch(*layers, size=...)`` brings to
-    layers what was chosen, inside a fork.
-
-    Attributes
-    ----------
-    is_pending : bool
-        Whether late layers are being selected for, so that the step is to be joined after its
-        logits.
-
-    Raises
-    ------
-    ContractError
-        If the model's layers cannot be hooked.
+    layers what was chosen, inside a fork. While `is_pending` late layers are being selected for, so
+    that the step is to be joined after its logits. Raises `ContractError` if the model's layers
+    cannot be hooked.
     """
 
     def __init__(

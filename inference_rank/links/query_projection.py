@@ -41,7 +41,7 @@ class QueryPlace:
 def read_projection(
     name: str, layer: int, attention: Any, place: QueryPlace
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ``W_q`` and its bias, the rows of this rank.
+    """Return ``W_q [num_heads * head_dim, hidden_size]`` and its bias, the rows of this rank.
 
     An unquantised module's are views of its tensors, or a copy where a gate's rows lie behind those
     of each head. What is quantised is read from the checkpoint and dequantised here, once. Where
@@ -49,22 +49,11 @@ def read_projection(
     dequantised, the one layout that its kernels leave as it was. A layer that ``place.fitted`` has
     is read from there, whatever the module has, and then the others have a bias too. `name` and
     `layer` are for errors, and in the files; `attention` is what of the layer attends
-    (`attention_of`).
+    (`attention_of`). Both are of the module's dtype on its device, or of ``place.dtype`` on
+    ``place.device`` if dequantised.
 
-    Returns
-    -------
-    weight : torch.Tensor
-        ``[num_heads * head_dim, hidden_size]``: of the module's dtype on its device, or of
-        ``place.dtype`` on ``place.device`` if dequantised.
-    bias : torch.Tensor or None
-        ``[num_heads * head_dim]``, likewise.
-
-    Raises
-    ------
-    ContractError
-        If there is no projection, or its layout is not known.
-    UnsupportedModelError
-        If the checkpoint's is not.
+    Raises `ContractError` if there is no projection or its layout is not known, and
+    `UnsupportedModelError` if the checkpoint's is not.
     """
     projection = getattr(attention, "qkv_proj", None)
     projection = getattr(projection, "base_layer", projection)  # under LoRA adapters

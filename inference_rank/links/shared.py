@@ -42,14 +42,9 @@ class SharedLink:
     row, `rows_on_host` the rows of the pass that is being made, if they are known without waiting
     for the device. `pool` is SGLang's, where the engine attends to exact layers.
 
-    Attributes
-    ----------
-    pass_step : int or None
-        Step that was announced for the pass under way, or the latest; None: it asked for nothing.
-    is_void : bool
-        The engine did not do its part of that pass.
-    breaks_off : bool
-        Such a pass ends at once, with `StepLostError`; else it runs through, as it does on a GPU.
+    `pass_step` was announced for the pass under way, or the latest; None: it asked for nothing.
+    With `is_void` the engine did not do its part of that pass. With `breaks_off` such a pass ends
+    at once, with `StepLostError`; else it runs through, as it does on a GPU.
     """
 
     def __init__(

@@ -37,12 +37,8 @@ class PassLog:
     """Follows each pass from its launch until its results are taken, or dropped.
 
     From the first lost pass on all are dropped, until `rewind`: later ones took in its token. Over
-    tensor-parallel ranks a pass is lost if the engine of one of them did not do its part.
-
-    Attributes
-    ----------
-    dropped : list
-        Batches whose results were dropped, in order.
+    tensor-parallel ranks a pass is lost if the engine of one of them did not do its part. `dropped`
+    are the batches whose results were dropped, in order.
     """
 
     def __init__(

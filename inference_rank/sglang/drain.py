@@ -34,16 +34,11 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Drain:
-    """State of one HTTP process. Belongs to its event loop.
-
-    Attributes
-    ----------
-    reason : str or None
-        Why new work is refused; None while it is not.
-    """
+    """State of one HTTP process. Belongs to its event loop."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        """Why new work is refused; None while it is not."""
         self._exchanges: set[_Exchange] = set()
 
     @property
