@@ -245,6 +245,13 @@ def tensor_size() -> int:
     return int(get_parallel().tp_size)
 
 
+def tensor_group() -> Any:
+    """Return torch's process group of CPUs of that group."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().cpu_group
+
+
 # -- arguments ---------------------------------------------------------------------------
 
 

@@ -21,10 +21,11 @@ from tandemkv.inference_rank.links.pool import rank_run_dir
 from tandemkv.inference_rank.links.sharded import ShardedConnection, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
 from tandemkv.inference_rank.links.signals import HostSignals, LinkSignals, StreamSignals
-from tandemkv.inference_rank.resume.agreement import tensor_parallel
+from tandemkv.inference_rank.resume.agreement import Agreement
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 from tandemkv.inference_rank.resume.recovery import Recovery, State
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.inference_rank.sglang.occupancy import Occupancy
 
 from .local import (
@@ -52,7 +53,7 @@ class SharedRuntime(runtime_module.Runtime):
 
     def follow(self, link: SharedLink, backend: ResidentBackend) -> None:
         """Follow the passes of `backend`, so that lost ones can be done again."""
-        agreement = tensor_parallel()
+        agreement = Agreement(sglang_versions.tensor_group())
         self.passes = PassLog(self.client, link, backend, self.counters, agreement)
         self.recovery = Recovery(
             self.client,
