@@ -60,10 +60,7 @@ def main() -> None:
     points = [(int(batch), int(context)) for batch, context in pairs]
     server_args = ServerArgs.from_cli_args(args)
     one_batch._set_envs_and_config(server_args)
-    port_args = PortArgs.init_new(server_args)
-    job = (
-        server_args, port_args, points, args.steps, args.out, args.trace, args.extra_streams,
-    )  # fmt: skip
+    job = (args, points, server_args, PortArgs.init_new(server_args))
     if server_args.tp_size == 1:
         run_rank(*job, 0)
         return
@@ -78,15 +75,9 @@ def main() -> None:
 
 
 def run_rank(
-    server_args: Any,
-    port_args: Any,
-    points: list[tuple[int, int]],
-    steps: int,
-    out: Path,
-    trace: Path | None,
-    extra_streams: int,
+    args: argparse.Namespace, points: list[tuple[int, int]], server_args: Any, port_args: Any,
     tp_rank: int,
-) -> None:
+) -> None:  # fmt: skip
     """Measure every point on one rank; rank 0 writes the file after each."""
     load_plugins()
     fill_norms()
@@ -95,21 +86,21 @@ def run_rank(
     if server_args.load_format == "dummy":
         require_norms(runner.model)
     fill_pool(runner)
-    for stream in [torch.cuda.Stream() for _ in range(extra_streams)]:
+    for stream in [torch.cuda.Stream() for _ in range(args.extra_streams)]:
         with torch.cuda.stream(stream):
             torch.ones(1, device=runner.device).add_(1)
     found: list[dict[str, Any]] = []
     for batch_size, context in points:
         try:
-            point = measure(runner, batch_size, context, steps)
-            if trace is not None:
-                write_trace(runner, batch_size, context, trace, tp_rank)
+            point = measure(runner, batch_size, context, args.steps)
+            if args.trace is not None:
+                write_trace(runner, batch_size, context, args.trace, tp_rank)
         except torch.cuda.OutOfMemoryError as error:
             point = {"batch": batch_size, "context": context, "error": str(error)[:200]}
         found.append(point)
         if tp_rank == 0:
             _LOG.warning("%s", json.dumps(point))
-            out.write_text(json.dumps(found, indent=1))
+            args.out.write_text(json.dumps(found, indent=1))
 
 
 def fill_norms() -> None:

@@ -334,18 +334,11 @@ class SharedConnection:
         """Bytes of mapped memory of this cache rank's alone, the engine's books included."""
         return self.own.nbytes + self._ours.nbytes + self._theirs.nbytes
 
-    def prepare(self, *, variant: int, size: int) -> None:
+    def ask_to_prepare(self, *, variant: int, size: int) -> None:
         """Let the engine make ready for decode steps of `size` requests, or prompts if 0.
 
-        Waits until it is; compiling may take a minute. Nothing happens once the epoch is lost.
+        `await_prepared` waits until it is; compiling may take a minute.
         """
-        if self.lost_reason is not None:
-            return
-        self.ask_to_prepare(variant=variant, size=size)
-        self.await_prepared()
-
-    def ask_to_prepare(self, *, variant: int, size: int) -> None:
-        """Announce what `prepare` waits for, in a step of its own."""
         self.step += 1
         rows = tuple(StepRow(row=0, generation=0, length=1) for _ in range(size))
         self.announce(StepEntry(kind=EntryKind.PREPARE, step=self.step, variant=variant, rows=rows))

@@ -65,7 +65,7 @@ def read_projection(
             "its query projection"
         )
     if place.fitted is not None:
-        rows = _rows_of(name, place.fitted.num_query_rows, place.width)
+        rows = rows_of(name, place.fitted.num_query_rows, place.width)
         fitted = place.fitted.layer(layer, rows, dtype=place.dtype, device=place.device)
         if fitted is not None:
             return fitted
@@ -97,7 +97,7 @@ def _own_projection(
     if place.checkpoint is None:
         found = _live_blocks(name, projection, place, num_rows)
         return _without_gates(found, place, per_query), own
-    rows, where = _rows_of(name, place.checkpoint.num_query_rows, num_rows), place.device
+    rows, where = rows_of(name, place.checkpoint.num_query_rows, num_rows), place.device
     if own is not None:  # kernels permute a bias with its matrix
         own = place.checkpoint.bias(layer, rows, dtype=place.dtype, device=where)
     found = place.checkpoint.weight(layer, rows, dtype=place.dtype, device=where)
@@ -111,15 +111,15 @@ def _without_gates(rows: torch.Tensor, place: QueryPlace, per_query: int) -> tor
     return rows.view(place.num_heads, per_query, place.head_dim, -1)[:, 0].flatten(0, 1)
 
 
-def _rows_of(name: str, total: int, width: int) -> range:
-    """Return which rows of all query heads, `total`, this tensor-parallel rank has."""
+def rows_of(name: str, total: int, width: int, what: str = "query rows") -> range:
+    """Return which of the `total` rows of all query heads this tensor-parallel rank has."""
     rank = 0
     if total != width:
         rank, num_ranks = sglang_versions.tensor_rank(), sglang_versions.tensor_size()
         if num_ranks * width != total:
             raise ContractError(
-                f"{name}: {num_ranks} ranks of {width} query rows are not the {total} of the "
-                "file (see docs/models.md)"
+                f"{name}: {num_ranks} ranks of {width} {what} are not the {total} of the model "
+                "(see docs/models.md)"
             )
     return range(rank * width, (rank + 1) * width)
 

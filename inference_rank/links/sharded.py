@@ -178,15 +178,6 @@ class ShardedConnection:
         """See `SharedConnection.resident_positions`: of all heads, a copy."""
         return torch.cat([part.resident_positions(book) for part in self.parts], dim=1)
 
-    def prepare(self, *, variant: int, size: int) -> None:
-        """See `SharedConnection.prepare`; all do it at once."""
-        if self.lost_reason is not None:
-            return
-        for part in self.parts:
-            part.ask_to_prepare(variant=variant, size=size)
-        for part in self.parts:
-            part.await_prepared()
-
     def resume(self, rows: tuple[StepRow, ...]) -> None:
         """See `SharedConnection.resume`."""
         for part in self.parts:

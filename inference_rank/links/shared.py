@@ -333,7 +333,13 @@ class SharedLink:
             self._ask(kind, size)
 
     def _ask(self, kind: DecodeKind, size: int) -> None:
-        self._connection.prepare(variant=_DECODE_KINDS.index(kind), size=size)
+        """Let all engines make ready at once; nothing happens once the epoch is lost."""
+        if self._connection.lost_reason is not None:
+            return
+        for part in self._connection.parts:
+            part.ask_to_prepare(variant=_DECODE_KINDS.index(kind), size=size)
+        for part in self._connection.parts:
+            part.await_prepared()
 
     def _host_rows(self, rows: torch.Tensor) -> list[int]:
         """Return `rows` ``[B]`` on the host; all 0 on a GPU where nobody knows them."""
