@@ -202,13 +202,19 @@ def await_prompts(runner: Any) -> None:
         )
 
 
-def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str, Any]:
-    """Time the decode steps of one point, in ms per step."""
+def warmed_up(runner: Any, batch_size: int, context: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return a batch after some steps, its tokens and logits."""
     batch = prepare(runner, batch_size, context)
     token = torch.ones(batch_size, dtype=torch.int64, device=runner.device)
     for _ in range(_WARMUP_STEPS):
         token, logits = one_batch.decode(token, batch, runner)
     torch.cuda.synchronize()
+    return batch, token, logits
+
+
+def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str, Any]:
+    """Time the decode steps of one point, in ms per step."""
+    batch, token, logits = warmed_up(runner, batch_size, context)
     digest = logits.double().abs().sum().item()
     waited = []
     for _ in range(steps):
@@ -295,11 +301,7 @@ def write_trace(runner: Any, batch_size: int, context: int, folder: Path, tp_ran
     """Write a Chrome trace of three queued steps, and a table of their kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    batch = prepare(runner, batch_size, context)
-    token = torch.ones(batch_size, dtype=torch.int64, device=runner.device)
-    for _ in range(_WARMUP_STEPS):
-        token, _ = one_batch.decode(token, batch, runner)
-    torch.cuda.synchronize()
+    batch, token, _ = warmed_up(runner, batch_size, context)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(3):
             token, _ = one_batch.decode(token, batch, runner)

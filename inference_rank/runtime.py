@@ -26,7 +26,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
 from tandemkv.inference_rank.sglang.occupancy import Occupancy
 
 from .counters import Counters
-from .refresh import RefreshSchedule, Vocabulary
+from .refresh import RefreshSchedule
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,11 +146,3 @@ def nodes_from_environment() -> LinkAddress | None:
     """
     text = os.environ.get(NODES_VARIABLE)
     return LinkAddress.parse_node(text) if text else None
-
-
-def tokenizer_of(model_path: str) -> Vocabulary:
-    """Load the tokenizer of a model."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Vocabulary = AutoTokenizer.from_pretrained(model_path)
-    return tokenizer

@@ -15,7 +15,7 @@ from tandemkv.inference_rank.sglang.residual_hooks import install_logits_hook
 from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow
-from .look_ahead import LayerStreams, LookAhead
+from .look_ahead import LookAhead
 from .side_stream import SideStream
 
 
@@ -38,10 +38,8 @@ class LocalLink:
         self._seeds: list[tuple[int, int]] = []
         self._ahead: LookAhead | None = None
         if self.program.needs_hidden:
-            streams = LayerStreams(
-                num_layers=num_layers, max_batch=max_batch, dtype=runner.dtype, device=device,
-                width=int(runner.model_config.hidden_size),
-            )  # fmt: skip
+            shape = (num_layers, max_batch, int(runner.model_config.hidden_size))
+            streams = torch.zeros(shape, dtype=runner.dtype, device=device)
             self._ahead = LookAhead(
                 runner.model, engine, self._side, streams,
                 is_selecting=lambda: self._is_decode and self._kind is DecodeKind.SELECTING,

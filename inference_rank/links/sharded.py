@@ -24,8 +24,8 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_ring import StepRow
 from tandemkv.inference_rank.counters import Counters
 
-from .connection import HANDSHAKE_TIMEOUT_S, OpenedEpoch, SharedConnection
-from .kept_tensors import make_own_tensors
+from .connection import HANDSHAKE_TIMEOUT_S, OWN, OpenedEpoch, SharedConnection
+from .kept_tensors import make_tensors
 
 _LEFT = "another cache rank of the same requests was lost"
 
@@ -227,7 +227,7 @@ def make_connection(
                 model=own_model,
                 sizes=own_sizes,
                 kept=kept,
-                own=make_own_tensors(own_model, settings, own_sizes, homes, run_dir),
+                own=make_tensors(OWN, own_model, settings, own_sizes, homes, run_dir),
                 counters=counters,
             )
         )

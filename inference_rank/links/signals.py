@@ -22,6 +22,7 @@ from tandemkv.kernels.streams import (
 
 from .base import DecodeRows
 from .connection import SharedConnection
+from .look_ahead import put_stream
 
 
 class LinkSignals(Protocol):
@@ -144,11 +145,7 @@ class HostSignals(LinkSignals):
     ) -> None:
         """See `LinkSignals.put_stream`: each predicts the queries of its heads from all of it."""
         for connection, _ in self._connected():
-            out = connection.tensors["streams"][layer, : len(hidden_states)]
-            if residual is None:
-                out.copy_(hidden_states)
-            else:
-                torch.add(hidden_states, residual, out=out)
+            put_stream(connection.tensors["streams"][layer], hidden_states, residual)
         self.raise_input(layer)
 
     def put_query(self, layer: int, query: torch.Tensor) -> None:

@@ -106,7 +106,10 @@ class PassLog:
             self._backend.rewind(found[0].backend)
         for each in found:  # a greedy one, which draws nothing, may be before one that draws
             if each.random is not None:
-                _set_random_state(each.random, each.device)
+                if each.device.type == "cuda":
+                    torch.cuda.set_rng_state(each.random, each.device)
+                else:
+                    torch.set_rng_state(each.random)
                 break
         self._link.rewind()
         self._passes.clear()
@@ -138,13 +141,4 @@ def _random_state(batch: Any, device: torch.device) -> torch.Tensor | None:
     info = batch.sampling_info
     if info is None or info.is_all_greedy:
         return None
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

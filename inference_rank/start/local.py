@@ -143,6 +143,8 @@ def live_predictor(
 
     Or by a file of fitted ones; raises `SettingsError` if that does not fit.
     """
+    num_ranks = sglang_versions.tensor_size()
+    whole = structs.replace(model, num_qo_heads=num_ranks * model.num_qo_heads)
     dtype = settings.selection.predictor_dtype_of(on_second_gpu=settings.placement.has_far_pool)
     return LiveQueryPredictor(
         runner.model,
@@ -153,15 +155,10 @@ def live_predictor(
             is_int8=dtype == "int8",
             dtype=runner.dtype,
             checkpoint=checkpoint_of(runner),
-            fitted=FittedQueries.of(settings.selection, _whole(model)),
+            fitted=FittedQueries.of(settings.selection, whole),
         ),
         skipped=model.other_layers,
     )
-
-
-def _whole(model: ModelSpec) -> ModelSpec:
-    """Return `model`, that of a tensor-parallel rank, with the query heads of all ranks."""
-    return structs.replace(model, num_qo_heads=sglang_versions.tensor_size() * model.num_qo_heads)
 
 
 def backend_of(
@@ -231,8 +228,11 @@ def refresh_for(runner: Any, selection: SelectionSettings) -> RefreshSchedule:
     """
 
     def load() -> Vocabulary:
+        from transformers import AutoTokenizer
+
         path = runner.server_args.tokenizer_path or str(runner.model_config.model_path)
-        return runtime_module.tokenizer_of(path)
+        tokenizer: Vocabulary = AutoTokenizer.from_pretrained(path)
+        return tokenizer
 
     return schedule_for(selection, load)
 

@@ -10,7 +10,6 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.messages import StatusReply
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.models.predictor_weights import num_positions, put_weights
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
@@ -111,12 +110,20 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     pool, selection = runner.token_to_kv_pool, settings.selection
     home = make_home(runner, settings, model, device)
     counters = Counters()
-    connection = _connection(settings, model, pool, counters)
+    placement = settings.placement
+    connection = make_connection(
+        run_dirs=[rank_run_dir(placement, n) for n in range(placement.head_shards)],
+        settings=settings,
+        model=model,
+        sizes=pool.mapped_sizes,
+        kept=pool.mapped,
+        counters=counters,
+    )
     if selection.declared.predicts_from_hidden:
         predictor = live_predictor(runner, settings, model, device=device)
         predictor.load()
         layers, cos_sin = predictor.weights()
-        if settings.placement.has_far_host:  # they travel, and the other host has a bound on them
+        if placement.has_far_host:  # they travel, and the other host has a bound on them
             cos_sin = cos_sin[: num_positions(model, settings.cache.capacity_tokens)]
         if pool.mapped.homes.are_on_gpu:  # what a step reads all of lies where it is read
             for part in connection.parts:
@@ -137,10 +144,10 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     )
     link = _link(connection, runtime, pool)
     link.hook(runner.model)
-    is_far = settings.placement.has_far_pool
+    is_far = placement.has_far_pool
     cache_device = pool.mapped.homes.engine if is_far else device
     # Exact layers read host memory from here.
-    is_far = is_far and not settings.placement.host_engine
+    is_far = is_far and not placement.host_engine
     backend = backend_of(runner, runtime, link, home, cache_device=cache_device, is_far=is_far)
     runtime.follow(link, backend)
     runtime_module.set_current(runtime)
@@ -154,21 +161,6 @@ def _where(settings: RankSettings) -> str:
     is_one = placement.head_shards == 1
     on_gpus = ", on a second GPU" if is_one else ", on GPUs of their own"
     return on_gpus if placement.has_far_pool else ""
-
-
-def _connection(
-    settings: RankSettings, model: ModelSpec, pool: Any, counters: Counters
-) -> SharedConnection | ShardedConnection:
-    """Return what leads to the cache rank, or to the several that share the KV heads."""
-    placement = settings.placement
-    return make_connection(
-        run_dirs=[rank_run_dir(placement, n) for n in range(placement.head_shards)],
-        settings=settings,
-        model=model,
-        sizes=pool.mapped_sizes,
-        kept=pool.mapped,
-        counters=counters,
-    )
 
 
 def _link(

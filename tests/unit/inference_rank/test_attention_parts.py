@@ -24,7 +24,7 @@ from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet
 from tandemkv.inference_rank.attention.samples import zeros_on
-from tandemkv.inference_rank.links.look_ahead import LayerStreams
+from tandemkv.inference_rank.links.look_ahead import put_stream
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.sglang import hooks
 from tandemkv.kernels import streams
@@ -195,14 +195,14 @@ def test_dense_lengths() -> None:
 
 
 def test_stream_is_a_copy() -> None:
-    streams = LayerStreams(num_layers=2, max_batch=4, width=3, dtype=torch.float32, device=CPU)
+    streams = torch.zeros(2, 4, 3)
     hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
-    first = streams.put(0, hidden, None)
-    second = streams.put(1, hidden, residual)
+    put_stream(streams[0], hidden, None)
+    put_stream(streams[1], hidden, residual)
     hidden.zero_()
     residual.zero_()
-    assert first.tolist() == [[1.0] * 3] * 2
-    assert second.tolist() == [[3.0] * 3] * 2
+    assert streams[0].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+    assert streams[1].tolist() == [[3.0] * 3] * 2 + [[0.0] * 3] * 2
 
 
 def test_side_stream_without_cuda_runs_in_place() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank.links.look_ahead import LayerStreams, LookAhead
+from tandemkv.inference_rank.links.look_ahead import LookAhead
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.sglang.residual_hooks import (
     install_logits_hook,
@@ -148,10 +148,7 @@ def step(
     model = as_model("Olmo2ForCausalLM" if is_raw else "LlamaForCausalLM", layers)
     side = SideStream(CPU, LAYERS, num_lanes=2)
     ahead = LookAhead(
-        model, rank, side,
-        LayerStreams(
-            num_layers=LAYERS, max_batch=2, width=WIDTH, dtype=torch.float32, device=CPU
-        ),
+        model, rank, side, torch.zeros(LAYERS, 2, WIDTH),
         is_selecting=lambda: selecting,
         fetch=lambda *found, size: rank.seen.append(("rows", *found, size)),
     )  # fmt: skip
