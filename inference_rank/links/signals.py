@@ -12,6 +12,7 @@ from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
+from tandemkv.inference_rank.sglang.residual_hooks import put_stream
 from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
 from tandemkv.kernels.streams import (
     FORWARD_PRIORITY,
@@ -22,7 +23,6 @@ from tandemkv.kernels.streams import (
 
 from .base import DecodeRows
 from .connection import SharedConnection
-from .look_ahead import put_stream
 
 
 class LinkSignals(Protocol):

@@ -17,6 +17,21 @@ LayerInput = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 LayerNormed = Callable[[int, torch.Tensor], None]
 
 
+def put_stream(
+    out: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+) -> None:
+    """Write the residual stream, ``hidden_states + residual``, to the first rows of `out`.
+
+    The decoder layer adds and normalises its inputs in place, so what is read beside it must be a
+    copy.
+    """
+    out = out[: len(hidden_states)]
+    if residual is None:
+        out.copy_(hidden_states)
+    else:
+        torch.add(hidden_states, residual, out=out)
+
+
 def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
     """Register hooks on every decoder layer of an SGLang model.
 

@@ -24,9 +24,9 @@ from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet
 from tandemkv.inference_rank.attention.samples import zeros_on
-from tandemkv.inference_rank.links.look_ahead import put_stream
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.sglang import hooks
+from tandemkv.inference_rank.sglang.residual_hooks import put_stream
 from tandemkv.kernels import streams
 from tandemkv.kernels.step_flags import StepWait
 
