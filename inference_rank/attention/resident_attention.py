@@ -115,21 +115,6 @@ class RingTable(AttendTable):
         )  # fmt: skip
 
 
-class _WithoutWindows:
-    """A model runner as a backend sees it that attends in full layers only.
-
-    In a model with sliding windows FlashInfer's backend would have a second set of wrappers.
-    """
-
-    sliding_window_size = None
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-
 class PagedResident:
     """Attends to what an `AttendTable` lists, without FlashInfer, for devices that have none."""
 
@@ -203,7 +188,8 @@ class FlashInferResident(PagedResident):
         super().__init__(table, pool, samples)
         max_batch = len(table.slots)
         self._backend = FlashInferAttnBackend(
-            _WithoutWindows(runner),
+            # In a model with sliding windows it would have a second set of wrappers.
+            sglang_versions.With(runner, sliding_window_size=None),
             skip_prefill=True,
             kv_indptr_buf=torch.zeros(max_batch + 1, dtype=torch.int32, device=table.slots.device),
             kv_last_page_len_buf=torch.ones(

@@ -160,11 +160,6 @@ class ShardedConnection:
         return self.parts[0].confirmed
 
     @property
-    def own_bytes(self) -> int:
-        """Bytes of mapped memory that a single cache rank maps."""
-        return sum(part.own_bytes for part in self.parts)
-
-    @property
     def resumed_rows(self) -> tuple[int, int]:
         """Rows that all engines took up in this epoch, and rows that one of them seeded anew."""
         restored, reseeded = zip(*(part.resumed_rows for part in self.parts), strict=True)
@@ -191,10 +186,6 @@ class ShardedConnection:
     def has_finished(self, step: int) -> bool:
         """Whether all engines have done all of `step`."""
         return all(part.has_finished(step) for part in self.parts)
-
-    def await_finish(self, step: int) -> bool:
-        """See `SharedConnection.await_finish`."""
-        return all(part.await_finish(step) for part in self.parts)
 
     def confirm(self, step: int) -> None:
         """See `SharedConnection.confirm`."""

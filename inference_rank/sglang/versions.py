@@ -294,7 +294,7 @@ def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:
     ``Authorization: Bearer``.
     """
     if _number() < _KEY_IN_BAG:
-        return send(_With(server_args, api_key=key))
+        return send(With(server_args, api_key=key))
     from sglang.srt.entrypoints import http_server
 
     original, thread = http_server.get_serving, threading.get_ident()
@@ -302,7 +302,7 @@ def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:
     def get_serving() -> Any:
         # Others that ask meanwhile are the handlers of requests: for them there is no key.
         found = original()
-        return _With(found, api_key=key) if threading.get_ident() == thread else found
+        return With(found, api_key=key) if threading.get_ident() == thread else found
 
     http_server.get_serving = get_serving
     try:
@@ -311,7 +311,7 @@ def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:
         http_server.get_serving = original
 
 
-class _With:
+class With:
     """An object of SGLang's with some attributes changed."""
 
     def __init__(self, original: Any, **changed: Any) -> None:
