@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
     SETTINGS_VARIABLE,
     RankSettings,
 )
-from tandemkv.inference_rank.sglang.occupancy import Occupancy
+from tandemkv.inference_rank.sglang.pool import Occupancy
 
 from .counters import Counters
 from .refresh import RefreshSchedule

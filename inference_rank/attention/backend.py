@@ -15,6 +15,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 
@@ -37,8 +38,8 @@ class ResidentBackend(AttentionBackend):
 
     def __init__(
         self, runner: Any, full: AttentionBackend, link: Link, home: ResidentHome,
-        *, cache_device: torch.device, is_far: bool, seed_window: int, dense: DenseSteps,
-        num_resident: int, runtime: Any, probe: AttentionProbe | None = None,
+        *, cache_device: torch.device, is_far: bool, selection: SelectionSettings,
+        dense: DenseSteps, runtime: Any, probe: AttentionProbe | None = None,
         staging: PrefixStaging | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -48,7 +49,7 @@ class ResidentBackend(AttentionBackend):
         self._fence = PlanFence(device)
         self._home, self._table = home, home.table
         self._runtime, self._probe, self._staging = runtime, probe, staging
-        self._seed_window, self._num_resident = seed_window, num_resident
+        self._selection = selection
         self._dense, self._lengths = dense, dense.base
         # SGLang's models find both here.
         self.req_to_token_pool = self._pool = runner.req_to_token_pool
@@ -366,7 +367,7 @@ class ResidentBackend(AttentionBackend):
         if not len(grown):
             return
         chosen = rows[grown.to(rows.device)].long()
-        tables = req_to_token[chosen, : self._num_resident]
+        tables = req_to_token[chosen, : self._selection.num_resident]
         self.link.seed_identity(chosen, None if self._home.holds_dense else tables)
 
     def _begin_extend(self, forward_batch: Any) -> None:
@@ -387,7 +388,7 @@ class ResidentBackend(AttentionBackend):
             if is_whole and row:
                 self._fills.append((row, table))
             if is_whole and row and length > self._lengths.num_cold:
-                window = (max(start, end - self._seed_window), end)
+                window = (max(start, end - self._selection.seed_window), end)
             requests.append(
                 ExtendRow(row=row, prefix_len=prefix, length=length, table=table, window=window)
             )

@@ -20,7 +20,6 @@ from tandemkv.kernels.step_tables import load_attended, load_ring
 
 from .graph_variants import PlansApart
 from .samples import LOG2_UNIT, StepSamples
-from .sinks import join_sinks
 
 
 class AttendTable:
@@ -296,3 +295,21 @@ class FlashInferResident(PagedResident):
         if rest is not None:
             rest = rest.clone()  # it is host memory, and read more than once
         return _merged(out, lse, query, layer, samples, rest, sinks, LOG2_UNIT)
+
+
+def join_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, *, lse_unit: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention over tokens and sinks, contiguous, and its log-sum-exp.
+
+    A sink is a learned logit per query head that takes a share of its softmax, as a token without a
+    value. Whatever is merged afterwards is merged as if the sink had been attended to.
+
+    Over the tokens alone they are `out` ``[B, Hq, D]``, float, and `lse` ``[B, Hq]``, float32; the
+    results are of their dtypes. `lse` times `lse_unit` is a natural logarithm: ``ln 2`` for
+    FlashInfer's. `sinks` ``[Hq]``, float, are the logits of each head, natural and not scaled.
+    """
+    natural = lse.float() * lse_unit
+    joined = torch.logaddexp(natural, sinks.float().expand_as(natural))
+    share = torch.sigmoid(natural - sinks.float())[..., None]
+    return (out.float() * share).to(out.dtype), joined / lse_unit

@@ -43,7 +43,7 @@ from tandemkv.inference_rank.links.local import LocalLink
 from tandemkv.inference_rank.links.pool import rank_model_spec, with_index
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace
-from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
+from tandemkv.inference_rank.refresh import RefreshSchedule, schedule_for
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.inference_rank.sglang.live_model import (
     architecture_of,
@@ -51,8 +51,7 @@ from tandemkv.inference_rank.sglang.live_model import (
     check_live_attention,
     layers_of,
 )
-from tandemkv.inference_rank.sglang.occupancy import Occupancy
-from tandemkv.inference_rank.sglang.pool import layers_of_pool, token_slots
+from tandemkv.inference_rank.sglang.pool import Occupancy, layers_of_pool, token_slots
 from tandemkv.inference_rank.weights.query_checkpoint import checkpoint_of
 
 from .measurement import StartMeasurement, agree_over_ranks
@@ -180,9 +179,8 @@ def backend_of(
         home,
         cache_device=cache_device,
         is_far=is_far,
-        seed_window=selection.seed_window,
+        selection=selection,
         dense=dense_steps(selection),
-        num_resident=selection.num_resident,
         runtime=runtime,
         probe=AttentionProbe.from_environment(
             settings=settings,
@@ -227,12 +225,11 @@ def refresh_for(runner: Any, selection: SelectionSettings) -> RefreshSchedule:
     Raises `SettingsError` if that is told by tokens, and the model's vocabulary has none of those.
     """
 
-    def load() -> Vocabulary:
+    def load() -> Any:
         from transformers import AutoTokenizer
 
         path = runner.server_args.tokenizer_path or str(runner.model_config.model_path)
-        tokenizer: Vocabulary = AutoTokenizer.from_pretrained(path)
-        return tokenizer
+        return AutoTokenizer.from_pretrained(path)
 
     return schedule_for(selection, load)
 

@@ -25,7 +25,7 @@ from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 from tandemkv.inference_rank.resume.recovery import Recovery, State
 from tandemkv.inference_rank.sglang import versions as sglang_versions
-from tandemkv.inference_rank.sglang.occupancy import Occupancy
+from tandemkv.inference_rank.sglang.pool import Occupancy
 
 from .local import (
     backend_of,

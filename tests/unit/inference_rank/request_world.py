@@ -177,8 +177,7 @@ class World:
         )  # fmt: skip
         self.backend = ResidentBackend(
             runner, Full(self.pool), self.link(runner), self.home, cache_device=CPU, is_far=own,
-            seed_window=self.selection.seed_window, dense=self.dense,
-            num_resident=self.num_resident, runtime=self.runtime,
+            selection=self.selection, dense=self.dense, runtime=self.runtime,
         )  # fmt: skip
         self.attend_to_sets = self.backend._sparse.attend
         self.backend._sparse.attend = self.attend_sparse  # type: ignore[method-assign]

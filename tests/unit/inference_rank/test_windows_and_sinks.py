@@ -18,7 +18,7 @@ from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.models.predictor_weights import MappedPredictor, put_weights
 from tandemkv.inference_rank.attention.native import attend_where, causal
-from tandemkv.inference_rank.attention.sinks import join_sinks
+from tandemkv.inference_rank.attention.resident_attention import join_sinks
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace
 from tandemkv.inference_rank.sglang import hooks
