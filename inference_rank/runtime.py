@@ -15,6 +15,7 @@ from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
@@ -47,20 +48,19 @@ class Runtime:
     running_lengths: list[int] = field(default_factory=list)
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
 
-    def values(self) -> dict[str, float]:
-        """Return counters and gauges that every inference rank has."""
+    def reply(
+        self, *, epoch: int, ready: bool, values: dict[str, float], info: dict[str, str]
+    ) -> StatusReply:
+        """Return the answer to a `StatusRequest`: what every inference rank has, and the rest."""
         selection = self.settings.selection
-        return self.counters.as_values() | {
+        values = self.counters.as_values() | {
             "resident_bytes": float(self.resident_bytes),
             "resident_slots": float(selection.num_resident),
             "ring_slots": float(selection.num_recent_tokens),
             **self.occupancy.values(),
+            **values,
         }
-
-    def info(self) -> dict[str, str]:
-        """Return what every inference rank says of itself."""
-        selection = self.settings.selection
-        return {
+        info = {
             "policy": selection.policy,
             "budget_tokens": str(selection.budget_tokens),
             "sample_tokens": str(selection.num_samples),
@@ -72,7 +72,11 @@ class Runtime:
             "index_dtype": selection.index_dtype,
             "model": self.model.architecture,
             "pid": str(os.getpid()),
+            **info,
         }
+        return StatusReply(
+            role="inference_rank", epoch=epoch, ready=ready, values=values, info=info
+        )
 
 
 _current: Any = None

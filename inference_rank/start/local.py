@@ -70,19 +70,15 @@ class LocalRuntime(runtime_module.Runtime):
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
+        plan = self.measurement.plan
         own = {
             "cache_rank_up": 1.0,
             "index_bytes": float(self.rank.nbytes),
             **self.rank.last_counters(),
-            **self.measurement.plan.values(),
+            **plan.values(),
         }
-        return StatusReply(
-            role="inference_rank",
-            epoch=1,
-            ready=True,
-            values=self.values() | own,
-            info=self.info() | {"lost_reason": "", **self.measurement.plan.info()},
-        )
+        told = {"lost_reason": "", **plan.info()}
+        return self.reply(epoch=1, ready=True, values=own, info=told)
 
 
 def create_backend(runner: Any) -> ResidentBackend:

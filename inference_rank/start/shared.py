@@ -91,13 +91,8 @@ class SharedRuntime(runtime_module.Runtime):
             "plan_placement": "a process of its own, in shared memory" + _where(self.settings),
             "plan_note": "not measured in another process; see exchange_wait_us_total",
         }
-        return StatusReply(
-            role="inference_rank",
-            epoch=self.client.epoch,
-            ready=not self.recovery.is_down,
-            values=self.values() | own,
-            info=self.info() | told,
-        )
+        is_ready = not self.recovery.is_down
+        return self.reply(epoch=self.client.epoch, ready=is_ready, values=own, info=told)
 
 
 def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBackend:
