@@ -30,7 +30,7 @@ from tandemkv.kernels.step_flags import StepWait
 from .base import DecodeRows, ExtendRow, StepLostError
 from .connection import SharedConnection
 from .sharded import ShardedConnection
-from .signals import LinkSignals
+from .signals import HostSignals
 
 _DECODE_KINDS = tuple(DecodeKind)
 
@@ -50,7 +50,7 @@ class SharedLink:
     def __init__(
         self,
         connection: SharedConnection | ShardedConnection,
-        signals: LinkSignals,
+        signals: HostSignals,
         *,
         generation_of: Callable[[int], int],
         rows_on_host: Callable[[], list[int] | None],

@@ -19,7 +19,7 @@ from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
 from tandemkv.inference_rank.links.pool import rank_run_dir
 from tandemkv.inference_rank.links.sharded import ShardedConnection, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
-from tandemkv.inference_rank.links.signals import HostSignals, LinkSignals, StreamSignals
+from tandemkv.inference_rank.links.signals import HostSignals, StreamSignals
 from tandemkv.inference_rank.resume.agreement import Agreement
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
@@ -164,7 +164,7 @@ def _link(
     """Return the link to the engines' processes, which waits on a GPU or on the host."""
     settings, num_layers = runtime.settings, runtime.model.num_layers
     is_far = settings.placement.has_far_pool
-    signals: LinkSignals
+    signals: HostSignals
     if pool.mapped.homes.are_on_gpu:
         limit = limit_s(settings.exchange)
         if pool.mapped.homes.host_engine:  # as a CPU takes its time: one that is lost is noticed

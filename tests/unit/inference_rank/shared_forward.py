@@ -275,7 +275,7 @@ class Forward:
                             flags=RESIDENT if num_steps is not None else 0)
                 )  # fmt: skip
             connection.resume(tuple(rows))
-            if connection.await_finish(connection.step):
+            if all(part.await_finish(part.step) for part in connection.parts):
                 connection.confirm(connection.step)
                 if num_steps is not None:
                     assert connection.resumed_rows == (len(ROWS), 0)
