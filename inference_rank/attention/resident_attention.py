@@ -163,6 +163,7 @@ def _merged(
     if samples is not None:
         samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=lse_unit)
     if rest is not None:
+        rest = rest.clone()  # beside a GPU it is host memory, and read more than once
         out, _ = merge_attention(out, lse * lse_unit, rest[..., :-1], rest[..., -1])
     return out.reshape(len(query), -1)
 
@@ -292,8 +293,6 @@ class FlashInferResident(PagedResident):
             logits_soft_cap=layer.logit_cap, k_scale=layer.k_scale_float,
             v_scale=layer.v_scale_float,
         )  # fmt: skip
-        if rest is not None:
-            rest = rest.clone()  # it is host memory, and read more than once
         return _merged(out, lse, query, layer, samples, rest, sinks, LOG2_UNIT)
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.links.connection import SharedConnection
+from tandemkv.inference_rank.links.sharded import ShardedConnection
+from tandemkv.inference_rank.links.shared import SharedLink
 
 from .agreement import Agreement
-
-if TYPE_CHECKING:
-    from tandemkv.inference_rank.attention.backend import ResidentBackend
-    from tandemkv.inference_rank.links.connection import SharedConnection
-    from tandemkv.inference_rank.links.sharded import ShardedConnection
-    from tandemkv.inference_rank.links.shared import SharedLink
 
 
 @dataclass(slots=True)
