@@ -9,7 +9,6 @@ each of them counts the cache rank says with every selection.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,18 +42,20 @@ def zeros_on(device: torch.device) -> Allocate:
     return allocate
 
 
-class StepSamples(ABC):
+class StepSamples:
     """What stands for the rest of each request, as the attention of a decode step needs it.
 
-    Who the requests of a step are is in buffers whose addresses never change. A step has up to
-    `max_batch` requests, one less than there are rows. `allocate` makes the tensors. The cache rank
-    writes ``log_weight [L, max_batch + 1, H, num_samples]`` float32, ``-inf`` until something is
-    selected for a row.
+    K and V of samples are those of `pool`, SGLang's: nothing is copied. Who the requests of a step
+    are is in buffers whose addresses never change. A step has up to `max_batch` requests, one less
+    than there are rows. `allocate` makes the tensors. The cache rank writes ``log_weight [L,
+    max_batch + 1, H, num_samples]`` float32, ``-inf`` until something is selected for a row.
     """
 
     def __init__(
-        self, model: ModelSpec, selection: SelectionSettings, max_batch: int, allocate: Allocate
-    ) -> None:
+        self, pool: Any, model: ModelSpec, selection: SelectionSettings, max_batch: int,
+        allocate: Allocate,
+    ) -> None:  # fmt: skip
+        self._pool = pool
         self.num_samples = selection.num_samples
         self._num_sink, self._num_recent = selection.num_sink_tokens, selection.num_recent_tokens
         shape = (model.num_layers, max_batch + 1, model.num_kv_heads, self.num_samples)
@@ -73,15 +74,17 @@ class StepSamples(ABC):
         """Bytes of samples and weights that are nobody else's."""
         return self.log_weight.nbytes
 
-    @abstractmethod
-    def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V ``[n, H, D]`` that the slots count in."""
-
     def load(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
     ) -> None:
         """Take over the requests of a step; ``rows, lengths [B]`` on the device."""
-        del req_to_token
+        self._note(rows, lengths, num_dense)
+        load_sample_slots(
+            rows, lengths, req_to_token, self._slots, num_sink=self._num_sink,
+            num_recent=self._num_recent,
+        )  # fmt: skip
+
+    def _note(self, rows: torch.Tensor, lengths: torch.Tensor, num_dense: int) -> None:
         self._rows[: len(rows)] = rows
         torch.gt(lengths, num_dense, out=self._is_sparse[: len(rows)])
 
@@ -94,35 +97,10 @@ class StepSamples(ABC):
         lse_unit: float,
     ) -> None:  # fmt: skip
         """Merge the samples into ``out [B, Hq, D]``; see `kernels.samples.attend_samples`."""
-        size, (k, v) = len(q), self._stored(layer)
+        size, (k, v) = len(q), self._pool.get_kv_buffer(layer)
         attend_samples(
             q, k, v, self._slots[:size], self._rows[:size], self.log_weight[layer],
             self._is_sparse[:size], out, lse, scale=scale, lse_unit=lse_unit, scratch=self._scratch,
-        )  # fmt: skip
-
-
-class PoolSamples(StepSamples):
-    """Samples where SGLang's pool has them: nothing is copied."""
-
-    def __init__(
-        self, pool: Any, model: ModelSpec, selection: SelectionSettings, max_batch: int,
-        allocate: Allocate,
-    ) -> None:  # fmt: skip
-        super().__init__(model, selection, max_batch, allocate)
-        self._pool = pool
-
-    def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self._pool.get_kv_buffer(layer)
-        return k, v
-
-    def load(
-        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
-    ) -> None:
-        """See `StepSamples.load`."""
-        super().load(rows, lengths, req_to_token, num_dense)
-        load_sample_slots(
-            rows, lengths, req_to_token, self._slots, num_sink=self._num_sink,
-            num_recent=self._num_recent,
         )  # fmt: skip
 
 
@@ -142,7 +120,7 @@ class OwnSamples(StepSamples):
         shape = (model.num_layers, max_batch + 1, num_samples, *heads)
         self.k = allocate("sample_k", shape, dtype)
         self.v = allocate("sample_v", shape, dtype)
-        super().__init__(model, selection, max_batch, allocate)
+        super().__init__(self, model, selection, max_batch, allocate)
         device = self.k.device
         index = torch.arange(num_samples, device=device)
         rows = torch.arange(max_batch + 1, device=device)[:, None]
@@ -164,14 +142,16 @@ class OwnSamples(StepSamples):
         """See `StepSamples.nbytes`."""
         return self.k.nbytes + self.v.nbytes + self.log_weight.nbytes
 
-    def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of every row's samples, ``[rows * num_samples, H, D]``."""
         return self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1)
 
     def load(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
     ) -> None:
         """See `StepSamples.load`; `req_to_token` is not needed."""
-        super().load(rows, lengths, req_to_token, num_dense)
+        del req_to_token
+        self._note(rows, lengths, num_dense)
         size = len(rows)
         torch.index_select(self._slots_of, 0, self._rows[:size], out=self._slots[:size])
         load_sample_moves(lengths, self._moved, self._sources, **self._sizes)

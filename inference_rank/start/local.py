@@ -36,7 +36,7 @@ from tandemkv.inference_rank.attention.prefix_staging import PrefixStaging
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
-from tandemkv.inference_rank.attention.samples import PoolSamples, zeros_on
+from tandemkv.inference_rank.attention.samples import StepSamples, zeros_on
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
@@ -265,7 +265,7 @@ def make_home(
     sets = _behind_tokens(layers_of_pool(pool, model.num_layers), num_slots, shape, model)
     samples = None
     if selection.num_samples:
-        samples = PoolSamples(pool, model, selection, rows1 - 1, allocate)
+        samples = StepSamples(pool, model, selection, rows1 - 1, allocate)
     return ResidentHome(
         pool, AttendTable(**sizes, first_slot=num_slots, longest=longest), sets, samples
     )

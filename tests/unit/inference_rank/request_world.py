@@ -25,7 +25,7 @@ from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
-from tandemkv.inference_rank.attention.samples import PoolSamples, zeros_on
+from tandemkv.inference_rank.attention.samples import StepSamples, zeros_on
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
@@ -209,7 +209,7 @@ class World:
         ]
         in_pool = None
         if selection.num_samples:
-            in_pool = PoolSamples(pool, MODEL, selection, ROWS1 - 1, zeros_on(CPU))
+            in_pool = StepSamples(pool, MODEL, selection, ROWS1 - 1, zeros_on(CPU))
         return ResidentHome(pool, AttendTable(**tables, first_slot=NUM_SLOTS), sets, in_pool)
 
     # -- what SGLang does ----------------------------------------------------------------

@@ -18,7 +18,7 @@ from tandemkv.inference_rank.attention.resident_attention import (
     RingTable,
 )
 from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
-from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples, zeros_on
+from tandemkv.inference_rank.attention.samples import OwnSamples, StepSamples, zeros_on
 from tandemkv.kernels.samples import sample_offsets
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def make_home(pool: Pool, *, own: bool) -> ResidentHome:
         pool,
         AttendTable(**tables, first_slot=NUM_SLOTS),
         [(tail[0], tail[1])],
-        PoolSamples(pool, MODEL, SELECTION, ROWS1 - 1, zeros_on(CPU)),
+        StepSamples(pool, MODEL, SELECTION, ROWS1 - 1, zeros_on(CPU)),
     )
 
 
