@@ -94,7 +94,7 @@ def attend_where(
     mask = allowed
     if sinks is not None:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))  # the sink's key and value
-        mask = sinks.to(query.dtype)[:, None, None].repeat(1, len(query), len(keys) + 1)
+        mask = sinks.to(query.dtype)[None, :, None, None].repeat(1, 1, len(query), len(keys) + 1)
         mask[..., :-1] = torch.where(allowed, 0.0, float("-inf"))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
