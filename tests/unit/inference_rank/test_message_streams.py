@@ -249,6 +249,6 @@ def test_all_go_on_with_a_host_that_has_lost_its_part_of_the_k_and_v(tmp_path: P
         connection.forget_rows()
         connection.adopt(connection.open_connection(timeout_s=30))
         connection.resume(())
-        assert connection.await_finish(connection.step)
+        assert all(part.await_finish(part.step) for part in connection.parts)
         connection.confirm(connection.step)
         check_same(played.run(), want)
