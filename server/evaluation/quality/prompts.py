@@ -108,7 +108,7 @@ def describe_task(request: Request, task: Task, samples: Sequence[Sample]) -> di
         "samples": len(samples),
         "samples_digest": samples_digest(samples),
         "context_tokens": task.context_tokens or request.contexts[0],
-        "forced_tokens": task.num_forced(request.forced_tokens, request.long_tokens),
+        "forced_tokens": request.long_tokens if task.measure == "long" else request.forced_tokens,
         "seed": request.seed,
         "prompt_style": request.prompt_style,
         "longest_tokens": max(sample.num_tokens for sample in samples),
