@@ -59,18 +59,12 @@ class Client:
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._api_key, self._admin_key, self._timeout_s = api_key, admin_key, timeout_s
 
-    def get(self, path: str, *, is_admin: bool = False) -> tuple[int, bytes]:
-        """GET; raises `OSError` or `http.client.HTTPException` if there is no answer."""
-        return self._simple("GET", path, is_admin, timeout_s=10.0)
+    def ask(self, method: str, path: str, *, is_admin: bool = False) -> tuple[int, bytes]:
+        """Send a request without a body, and return status and answer.
 
-    def post(self, path: str) -> tuple[int, bytes]:
-        """POST to a route of administrators, without a body."""
-        return self._simple("POST", path, True, timeout_s=30.0)
-
-    def _simple(
-        self, method: str, path: str, is_admin: bool, timeout_s: float
-    ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        Raises `OSError` or `http.client.HTTPException` if there is none.
+        """
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=30.0)
         try:
             connection.request(method, path, headers=self._headers(is_admin=is_admin))
             reply = connection.getresponse()

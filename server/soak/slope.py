@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +39,6 @@ class Slope:
     def is_within_noise(self) -> bool:
         """Whether the series may well not grow."""
         return self.low <= 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it for the report."""
-        found = {name: round(value, 6) for name, value in asdict(self).items()}
-        return found | {"is_within_noise": self.is_within_noise}
 
 
 def slope_of(

@@ -27,6 +27,11 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def signed(self, digits: int = 2, unit: str = "") -> str:
+        """Return a difference as text, e.g. ``+1.20 % (+0.90 to +1.50)`` for the unit `` %``."""
+        low, high = f"{self.low:+.{digits}f}", f"{self.high:+.{digits}f}"
+        return f"{self.mean:+.{digits}f}{unit} ({low} to {high})"
+
 
 def mean_interval(values: ArrayLike, *, draws: int = DRAWS, seed: int = 0) -> Interval:
     """Return the mean of independent values, e.g. of samples.

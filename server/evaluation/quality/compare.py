@@ -17,9 +17,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from .bootstrap import Interval, mean_interval, paired_interval
 from .report_file import ReportFile, read_quality_report
 from .served import differences
-from .summary import Row, Score
-
-_PERPLEXITIES = ("perplexity", "long")
+from .summary import Row, Score, is_of_perplexity
 
 
 class Difference(NamedTuple):
@@ -138,7 +136,7 @@ def _difference(name: str, task: Mapping[str, Any], one: Score, other: Score) ->
             f"task={name}: {len(one.items)} and {len(other.items)} samples were asked; finish "
             "both campaigns (the same command resumes)"
         )
-    is_perplexity = task["measure"] in _PERPLEXITIES
+    is_perplexity = is_of_perplexity(task["measure"])
     if is_perplexity:
         gap = mean_interval(np.subtract(other.items, one.items))
         gap = Interval(*(100 * np.expm1(gap)).tolist())
@@ -165,11 +163,7 @@ def comparison_view(found: list[Comparison], one: Path, other: Path) -> Renderab
             table.add_column(column)
         for row in item.tasks:
             digits, unit = (2, f" {row.unit}") if row.unit else (3, "")
-            gap = (
-                f"{row.gap.mean:+.{digits}f}{unit} "
-                f"({row.gap.low:+.{digits}f} to {row.gap.high:+.{digits}f})"
-            )
-            table.add_row(row.task, row.one, row.other, gap, row.verdict)
+            table.add_row(row.task, row.one, row.other, row.gap.signed(digits, unit), row.verdict)
         parts.append(table)
         changed = ", ".join(f"{n} {a} -> {b}" for n, (a, b) in item.settings.items())
         parts.append(Text(f"settings that differ: {changed or 'none known'}"))

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,30 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.compact_json import compact_json
 
 from .plots import draw
-from .report_html import page
-from .report_markdown import markdown
+from .report_tables import tables
 from .results import read_runs
-from .summary import summarise
+from .summary import Summary, summarise
 
 CAMPAIGN_FILE = "campaign.json"
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem;
+  color: #222; background: #fff }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { border-bottom: 1px solid #ddd; padding: .3rem .7rem; text-align: left;
+  vertical-align: top }
+th { border-bottom: 2px solid #888 }
+tbody tr:hover { background: #f4f6f8 }
+p.note, header p { color: #555; max-width: 60rem }
+.plots { display: flex; flex-wrap: wrap; gap: 1rem }
+.plots svg { max-width: 38rem; height: auto }
+@media (prefers-color-scheme: dark) {
+  body { color: #ddd; background: #181a1b } th, td { border-color: #444 }
+  tbody tr:hover { background: #24282b } p.note, header p { color: #aaa }
+  .plots svg { background: #fff; border-radius: 4px }
+}
+"""
 
 
 def write_campaign(out: Path, described: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,28 +73,76 @@ def write_report(out: Path, console: Console) -> list[Path]:
     summary = summarise(described, read_runs(out / "runs"))
     try:
         drawn = draw(described, summary.rows)
-    except ImportError:
+    except SettingsError as error:
         drawn = {}
-        text = "no plots: matplotlib is missing; pip install 'tandemkv[quality]'"
-        console.print(text, markup=False, soft_wrap=True)
-    written = []
-    for name, svg in drawn.items():
-        picture = out / "plots" / f"{name}.svg"
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_text(svg, encoding="utf-8")
-        written.append(picture)
-    rows = [msgspec.to_builtins(row) for row in summary.rows]
-    whole = {**described, "left_out": summary.left_out, "rows": rows}
-    names = [f"plots/{name}.svg" for name in drawn]
+        console.print(f"no plots: {error}", markup=False, soft_wrap=True)
+    whole = {
+        **described,
+        "left_out": summary.left_out,
+        "rows": [msgspec.to_builtins(row) for row in summary.rows],
+    }
+    plots = {f"plots/{name}.svg": svg for name, svg in drawn.items()}
     inline = [svg[svg.index("<svg") :] for svg in drawn.values()]
     texts = {
         "report.json": compact_json(whole),
-        "report.md": markdown(described, summary, names),
+        "report.md": markdown(described, summary, list(plots)),
         "report.html": page(described, summary, inline),
+        **plots,
     }
     for name, text in texts.items():
+        (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text(text, encoding="utf-8")
-    return [*(out / name for name in texts), *written]
+    return [out / name for name in texts]
+
+
+def markdown(described: Mapping[str, Any], summary: Summary, plots: Sequence[str]) -> str:
+    """Return the report as Markdown.
+
+    `plots` are paths of pictures, relative to the report.
+    """
+    lines = "\n\n".join(_headline(described, summary))
+    parts = [f"# Quality: {described['model']}\n\n{lines}\n"]
+    parts += [table.markdown() for table in tables(described, summary)]
+    if plots:
+        pictures = "\n".join(f"![score against attended share]({path})" for path in plots)
+        parts.append(f"## Plots\n\n{pictures}\n")
+    return "\n".join(parts)
+
+
+def page(described: Mapping[str, Any], summary: Summary, plots: Sequence[str]) -> str:
+    """Return the report as one HTML file that needs nothing else.
+
+    `plots` are SVG elements, put in as they are.
+    """
+    title = html.escape(f"Quality: {described['model']}")
+    head = "".join(f"<p>{html.escape(line)}</p>" for line in _headline(described, summary))
+    body = "".join(table.html() for table in tables(described, summary))
+    pictures = f'<h2>Plots</h2><div class="plots">{"".join(plots)}</div>' if plots else ""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}</style></head><body><header><h1>{title}</h1>{head}</header>"
+        f"{body}{pictures}</body></html>\n"
+    )
+
+
+def _headline(described: Mapping[str, Any], summary: Summary) -> list[str]:
+    """Return the lines that say what was measured on what."""
+    versions = ", ".join(f"{k} {v}" for k, v in described["versions"].items())
+    texts = ", ".join(f"{t['name']} ({t['sha256']})" for t in described["corpus"])
+    lines = [
+        f"{described['date']}, {described['model']}, {described['dtype']}, {described['device']}, "
+        f"{described['cores']} cores; Python {described['python']}, {versions}.",
+        f"Command: `{described['command']}`",
+        f"Texts: {texts}.",
+    ]
+    if described["corpus_absent"]:
+        lines.append(f"Built-in texts absent here: {', '.join(described['corpus_absent'])}.")
+    if summary.left_out:
+        lines.append(
+            f"Left out, measured on other samples than these: {', '.join(summary.left_out)}."
+        )
+    return lines
 
 
 def _read_campaign(path: Path) -> dict[str, Any]:

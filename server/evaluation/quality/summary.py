@@ -51,6 +51,18 @@ class Score(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A figure a sample, in their order: its score, the mean negative log-likelihood of its tokens,
     or the share of tokens that agree."""
 
+    @property
+    def interval(self) -> Interval:
+        """The figure itself."""
+        return Interval(self.value, self.low, self.high)
+
+    @property
+    def gap(self) -> Interval | None:
+        """The change against dense, if there is one."""
+        if self.change is None or self.change_low is None or self.change_high is None:
+            return None
+        return Interval(self.change, self.change_low, self.change_high)
+
 
 class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One configuration. `moved_rows` and `moved_kib` are per request and decode step.
@@ -229,6 +241,11 @@ def _mass(configuration: Configuration, result: TaskResult) -> _Figures:
         "worst_layer": min(probes.mass_by_layer.values()),
     }
     return _Figures(value, None, details | _by_group(probes.mass_by_layer), [])
+
+
+def is_of_perplexity(measure: str) -> bool:
+    """Whether answers are summarised as perplexities, and changes in per cent of them."""
+    return measure in ("perplexity", "long")
 
 
 def is_group(detail: str) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as tables, and as Markdown."""
+"""The report as tables."""
 
 from __future__ import annotations
 
@@ -7,60 +7,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .report_settings import settings_table
-from .report_table import Table
-from .summary import Row, Score, Summary, is_group
-
-_NOTHING = "–"
+from .report_table import NOTHING, Table
+from .summary import Row, Score, Summary, is_group, is_of_perplexity
 
 
 def tables(described: Mapping[str, Any], summary: Summary) -> list[Table]:
     """Return the tables of the report."""
-    found = [_scores(described, summary.rows), _attended(described, summary.rows)]
-    mass = [name for name, task in described["tasks"].items() if task["measure"] == "mass"]
-    if any(name in row.scores for row in summary.rows for name in mass):
-        found.append(_mass(summary.rows, mass[0]))
-    long = [name for name, task in described["tasks"].items() if task["measure"] == "long"]
-    if any(name in row.scores for row in summary.rows for name in long):
-        found.append(_long(described, summary.rows, long))
-    if described.get("served") or any(row.settings for row in summary.rows):
-        found.append(settings_table(described, summary.rows))
-    found.append(_tasks(described))
-    return found
-
-
-def markdown(described: Mapping[str, Any], summary: Summary, plots: Sequence[str]) -> str:
-    """Return the report as Markdown.
-
-    `plots` are paths of pictures, relative to the report.
-    """
-    parts = [f"# Quality: {described['model']}", "", *headline(described, summary), ""]
-    for table in tables(described, summary):
-        parts += [f"## {table.title}", "", _line(table.header)]
-        parts.append(_line(["---"] * len(table.header)))
-        parts += [_line(row) for row in table.rows]
-        parts += ["", table.note, ""]
-    if plots:
-        parts += ["## Plots", "", *(f"![score against attended share]({p})" for p in plots), ""]
-    return "\n".join(parts)
-
-
-def headline(described: Mapping[str, Any], summary: Summary) -> list[str]:
-    """Return the lines that say what was measured on what."""
-    versions = ", ".join(f"{k} {v}" for k, v in described["versions"].items())
-    texts = ", ".join(f"{t['name']} ({t['sha256']})" for t in described["corpus"])
-    lines = [
-        f"{described['date']}, {described['model']}, {described['dtype']}, {described['device']}, "
-        f"{described['cores']} cores; Python {described['python']}, {versions}.",
-        f"Command: `{described['command']}`",
-        f"Texts: {texts}.",
-    ]
-    if described["corpus_absent"]:
-        lines.append(f"Built-in texts absent here: {', '.join(described['corpus_absent'])}.")
-    if summary.left_out:
-        lines.append(
-            f"Left out, measured on other samples than these: {', '.join(summary.left_out)}."
-        )
-    return [part for line in lines for part in (line, "")][:-1]
+    rows = summary.rows
+    measured = {name: task["measure"] for name, task in described["tasks"].items()}
+    known = {name for row in rows for name in row.scores}
+    mass, long = ([n for n, m in measured.items() if m == kind] for kind in ("mass", "long"))
+    found = [_scores(described, rows), _attended(described, rows)]
+    if known & set(mass):
+        found.append(_mass(rows, mass[0]))
+    if known & set(long):
+        found.append(_long(described, rows, long))
+    if described.get("served") or any(row.settings for row in rows):
+        found.append(settings_table(described, rows))
+    return [*found, _tasks(described)]
 
 
 def _scores(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
@@ -86,21 +50,20 @@ def _scores(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
 def _cell(row: Row, name: str, task: Mapping[str, Any]) -> str:
     score = row.scores.get(name)
     if score is None:
-        return _NOTHING
+        return NOTHING
     fewer = "" if score.samples == task["samples"] else f", n = {score.samples}"
     return _figure(row, score, task["measure"]) + fewer
 
 
 def _figure(row: Row, score: Score, measure: str) -> str:
-    if measure in ("perplexity", "long"):
-        if score.change is None or score.change_low is None or score.change_high is None:
-            return f"{score.value:.3f}"
-        return f"{score.change:+.2f} % ({score.change_low:+.2f} to {score.change_high:+.2f})"
+    if is_of_perplexity(measure):
+        return score.gap.signed(unit=" %") if score.gap else f"{score.value:.3f}"
     if measure == "agreement":
         if row.system == "sglang":
             return "reference"
-        first = score.details["median_first_difference"]
-        return f"{_interval(score)}, first difference {first:.0f}"
+        return (
+            f"{_interval(score)}, first difference {score.details['median_first_difference']:.0f}"
+        )
     return _interval(score)
 
 
@@ -112,7 +75,7 @@ def _attended(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     body = []
     for row in rows:
         shares = [s.attended_share for s in row.scores.values() if s.attended_share is not None]
-        spread = _NOTHING
+        spread = NOTHING
         if shares:
             low, high = 100 * min(shares), 100 * max(shares)
             spread = f"{low:.1f} %" if high - low < 0.05 else f"{low:.1f}–{high:.1f} %"
@@ -123,9 +86,9 @@ def _attended(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
                 "all" if row.attended_tokens is None else str(row.attended_tokens),
                 spread,
                 _exact_layers(row),
-                _NOTHING if row.moved_rows is None else f"{row.moved_rows:.1f}",
-                _NOTHING if row.moved_kib is None else f"{row.moved_kib:.1f}",
-                row.sees_question or _NOTHING,
+                NOTHING if row.moved_rows is None else f"{row.moved_rows:.1f}",
+                NOTHING if row.moved_kib is None else f"{row.moved_kib:.1f}",
+                row.sees_question or NOTHING,
             ]
         )
     header = [
@@ -146,7 +109,7 @@ def _attended(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
 
 def _exact_layers(row: Row) -> str:
     if not row.exact_layers:
-        return _NOTHING
+        return NOTHING
     if len(row.exact_layers) > 4:
         return f"{len(row.exact_layers)} layers"
     return ", ".join(map(str, row.exact_layers))
@@ -162,7 +125,7 @@ def _mass(rows: Sequence[Row], name: str) -> Table:
             [
                 *(row.label, row.budget, _interval(score), f"{d['oracle_mass']:.3f}"),
                 *(f"{d['of_oracle']:.3f}", f"{d['recall']:.3f}", f"{d['worst_layer']:.3f}"),
-                *(f"{d[group]:.3f}" if group in d else _NOTHING for group in groups),
+                *(f"{d[group]:.3f}" if group in d else NOTHING for group in groups),
             ]
         )
     return Table(
@@ -189,7 +152,7 @@ def _long(described: Mapping[str, Any], rows: Sequence[Row], names: Sequence[str
                     continue
                 same = f", {d[f'agreement_{i}']:.3f}" if f"agreement_{i}" in d else ""
                 cells.append(f"{_change(d, f'change_{i}')}{same}")
-            body.append([*cells, _change(d, "growth") if "growth" in d else _NOTHING])
+            body.append([*cells, _change(d, "growth") if "growth" in d else NOTHING])
     return Table(
         "Long generation",
         ["system", "budget", "task", "quarter 1", "2", "3", "4", "last less first"],
@@ -219,7 +182,3 @@ def _tasks(described: Mapping[str, Any]) -> Table:
         "Answers are decoded greedily; the first token of an answer comes from prefill, which is "
         "dense, unless the question comes late. In a later turn the question is prefilled.",
     )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
