@@ -72,12 +72,7 @@ class Fault:
 class Chaos:
     """Does one fault after the other, with calm in between, from a thread of its own.
 
-    `calm_s` is the mean time between ready again and the next fault.
-
-    Attributes
-    ----------
-    faults : list of Fault
-        What was done so far.
+    `calm_s` is the mean time between ready again and the next fault; `faults` what was done so far.
     """
 
     def __init__(

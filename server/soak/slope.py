@@ -53,12 +53,7 @@ def slope_of(
     Neighbours in time are alike, so single values would make the interval too narrow. The series is
     in the order of time, in seconds. `beside` is something else that the values may depend on, such
     as what else the machine computes: the growth is that which this does not explain. `seed` is the
-    bootstrap's.
-
-    Returns
-    -------
-    Slope or None
-        None if there are fewer than 16 values, or all are of one moment.
+    bootstrap's. Returns None if there are fewer than 16 values, or all are of one moment.
     """
     t = np.asarray(times, dtype=np.float64) / 3600.0
     y = np.asarray(values, dtype=np.float64)

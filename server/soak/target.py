@@ -51,12 +51,8 @@ class Target:
 def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path | None) -> Target:
     """Return the server that runs at `url`.
 
-    Raises
-    ------
-    SettingsError
-        If a key file cannot be used, or nobody listens there.
-    SoakError
-        If it is not ready.
+    Raises `SettingsError` if a key file cannot be used, or nobody listens there; `SoakError` if it
+    is not ready.
     """
     client = Client(
         url,

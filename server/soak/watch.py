@@ -45,12 +45,8 @@ class MemorySample(NamedTuple):
 class Watch:
     """Looks at the server twice a second, from a thread of its own.
 
-    `processes` is None if the server is not on this host.
-
-    Attributes
-    ----------
-    unready, restarts, memory, machine : list
-        What was seen: `machine` are (time, load average, CPU time of others in cores).
+    `processes` is None if the server is not on this host. `unready`, `restarts`, `memory` and
+    `machine` are what was seen; the last (time, load average, CPU time of others in cores).
     """
 
     def __init__(self, url: str, processes: ServerProcesses | None) -> None:

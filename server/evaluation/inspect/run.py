@@ -33,14 +33,9 @@ class Inspection:
 def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -> Inspection:
     """Serve `text` once, greedily, and return the page.
 
-    Raises
-    ------
-    SettingsError
-        If the policy selects nothing that could be shown, or the prompt does not fit.
-    RecordingError
-        If no step was sparse.
-    MeasurementError
-        If the server did not start or answer.
+    Raises `SettingsError` if the policy selects nothing that could be shown, or the prompt does not
+    fit; `RecordingError` if no step was sparse; `MeasurementError` if the server did not start or
+    answer.
     """
     selection = settings.selection
     if selection.declared.keeps_sink_only:

@@ -132,12 +132,8 @@ class Campaign:
 def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     """Check a request, make the samples, and write them to ``samples/`` of its folder.
 
-    Raises
-    ------
-    SettingsError
-        If anything is unknown, missing, too short or too long; nothing has been started then.
-    UnsupportedModelError
-        If the model cannot be served.
+    Nothing is started. Raises `SettingsError` if anything is unknown, missing, too short or too
+    long; `UnsupportedModelError` if the model cannot be served.
     """
     tasks = find_tasks(request.task_names, request.contexts)
     _check_part_and_dense(request, tasks)

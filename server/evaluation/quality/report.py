@@ -43,13 +43,7 @@ p.note, header p { color: #555; max-width: 60rem }
 
 
 def write_campaign(out: Path, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep how results come about; tasks of earlier campaigns in the folder stay in.
-
-    Returns
-    -------
-    dict
-        What was written.
-    """
+    """Keep how results come about, and return it; tasks of earlier campaigns there stay in."""
     path = out / CAMPAIGN_FILE
     earlier = _read_campaign(path)["tasks"] if path.is_file() else {}
     merged = {**described, "tasks": {**earlier, **described["tasks"]}}

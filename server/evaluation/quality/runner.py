@@ -50,14 +50,9 @@ _Continuations = dict[str, dict[str, list[int]]]
 def run(campaign: Campaign, console: Console, *, jobs: int) -> None:
     """Measure what is not measured yet.
 
-    `jobs` servers run at once; each uses two or three processes of one thread on cpu.
-
-    Raises
-    ------
-    MeasurementError
-        After everything else has ended, naming the configurations that failed.
-    KeyboardInterrupt
-        When the user stops, by Ctrl-C or SIGTERM; what is finished is kept.
+    `jobs` servers run at once; each uses two or three processes of one thread on cpu. Raises
+    `MeasurementError` after everything else has ended, naming the configurations that failed;
+    `KeyboardInterrupt` when the user stops, by Ctrl-C or SIGTERM: what is finished is kept.
     """
     asked = [
         sample
