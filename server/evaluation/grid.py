@@ -52,10 +52,7 @@ def read_grid(
     contradict each other.
     """
     try:
-        found = GridFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        detail = " ".join(str(error).split())
-        raise SettingsError(f"--grid {path}: cannot be read ({detail})") from error
+        found = GridFile.model_validate(read_yaml(path, "--grid"))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "the file"
@@ -73,6 +70,15 @@ def read_grid(
         values |= {"budget_tokens": 0, "num_recent_tokens": tokens - sink}
         grid.setdefault(setting_name(_checked(path, values, device)), values)
     return grid
+
+
+def read_yaml(path: Path, option: str) -> Any:
+    """Return what a file holds that was given as `option`; raises `SettingsError`."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise SettingsError(f"{option} {path}: cannot be read ({detail})") from error
 
 
 def _product(entry: Mapping[str, Any]) -> list[dict[str, Any]]:

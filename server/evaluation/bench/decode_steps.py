@@ -18,10 +18,9 @@ from typing import NamedTuple
 import msgspec
 
 from tandemkv.server.evaluation.provenance import BenchError
-from tandemkv.server.evaluation.spread import Spread
 from tandemkv.server.plan.pages import LONG_PAGE_TOKENS
 
-from .report import Report, Row
+from .report import Report, Row, Spread
 
 MODULE = "tandemkv.inference_rank.decode_bench"
 RESULT_FILE = "decode_steps.json"
@@ -133,17 +132,10 @@ def decode_steps_argv(
 
 
 def parse_result(text: str, points: Sequence[Point]) -> tuple[list[Measured], dict[Point, str]]:
-    """Read the result file, which is rewritten after each point.
+    """Return what was measured and what failed, by a result file that is rewritten at each point.
 
-    Returns
-    -------
-    measured, failed : list of Measured, dict of Point to str
-        A point that is in neither was not reached.
-
-    Raises
-    ------
-    BenchError
-        If the file is not of the expected form.
+    A point that is in neither was not reached. Raises `BenchError` if the file is not of the
+    expected form.
     """
     measured: list[Measured] = []
     failed: dict[Point, str] = {}

@@ -108,27 +108,19 @@ def draw(
 
 def _draw_panel(axis: Any, lines: Sequence[Series], colours: Mapping[str, str]) -> None:
     for line in lines:
-        _draw_line(axis, line, colours[line.name])
+        rows = [row for _, row in line.points]
+        below = [max(0.0, row.value - (row.p10 or row.value)) for row in rows]
+        above = [max(0.0, (row.p90 or row.value) - row.value) for row in rows]
+        axis.errorbar(
+            [context for context, _ in line.points], [row.value for row in rows],
+            yerr=[below, above], color=colours[line.name], label=line.name, marker="o",
+            markersize=3.5, linewidth=1.4, capsize=2, elinewidth=0.8,
+        )  # fmt: skip
     axis.set_xlabel("context, tokens")
     axis.set_xscale("log", base=2)
     contexts = sorted({x for line in lines for x, _ in line.points})
-    axis.set_xticks(contexts, [_short(context) for context in contexts])
+    axis.set_xticks(contexts, [f"{x // 1024}K" if x % 1024 == 0 else str(x) for x in contexts])
     axis.minorticks_off()
     axis.set_ylim(bottom=0)
     axis.grid(axis="y", linewidth=0.4, color="#dddddd")
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_line(axis: Any, line: Series, colour: str) -> None:
-    contexts = [context for context, _ in line.points]
-    values = [row.value for _, row in line.points]
-    below = [max(0.0, row.value - (row.p10 or row.value)) for _, row in line.points]
-    above = [max(0.0, (row.p90 or row.value) - row.value) for _, row in line.points]
-    axis.errorbar(
-        contexts, values, yerr=[below, above], color=colour, label=line.name, marker="o",
-        markersize=3.5, linewidth=1.4, capsize=2, elinewidth=0.8,
-    )  # fmt: skip
-
-
-def _short(context: int) -> str:
-    return f"{context // 1024}K" if context % 1024 == 0 else str(context)

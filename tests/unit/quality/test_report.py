@@ -18,8 +18,8 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.quality import report
 from tandemkv.server.evaluation.quality.configurations import Configuration
 from tandemkv.server.evaluation.quality.report import write_campaign, write_report
-from tandemkv.server.evaluation.quality.report_tables import tables
 from tandemkv.server.evaluation.quality.report_settings import settings_table
+from tandemkv.server.evaluation.quality.report_tables import tables
 from tandemkv.server.evaluation.quality.results import (
     Answer,
     Probes,
