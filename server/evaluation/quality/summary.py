@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,13 +12,7 @@ import numpy as np
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-from .bootstrap import (
-    BLOCK_TOKENS,
-    Interval,
-    block_interval,
-    paired_interval,
-    score_interval,
-)
+from .bootstrap import BLOCK_TOKENS, Interval, block_interval, paired_interval, score_interval
 from .configurations import Configuration
 from .quarters import by_quarter
 from .results import Answer, TaskResult
@@ -108,15 +103,9 @@ def summarise(described: Mapping[str, Any], runs: Runs) -> Summary:
     tasks: Mapping[str, Mapping[str, Any]] = described["tasks"]
     left_out, kept = [], []
     for configuration, results in runs:
-        own = {}
-        for name in tasks:
-            result = results.get(name)
-            if result is None:
-                continue
-            if result.samples_digest == tasks[name]["samples_digest"]:
-                own[name] = result
-            else:
-                left_out.append(f"{configuration.slug}: {name}")
+        known = {name: results[name] for name in tasks if name in results}
+        own = {n: r for n, r in known.items() if r.samples_digest == tasks[n]["samples_digest"]}
+        left_out += [f"{configuration.slug}: {name}" for name in known if name not in own]
         kept.append((configuration, own))
     dense = next((results for configuration, results in kept if configuration.is_dense), {})
     row_bytes = 2 * described["head_dim"] * _ITEM_BYTES.get(described["dtype"], 4)
@@ -161,19 +150,18 @@ def _row(
 
 
 class _Figures(NamedTuple):
-    """Value, change against dense, further figures, and one figure a sample."""
+    """Value, one figure a sample, change against dense, and further figures."""
 
     value: Interval
-    change: Interval | None
-    details: dict[str, float]
-    items: list[float]
+    items: Sequence[float]
+    change: Interval | None = None
+    details: Mapping[str, float] = MappingProxyType({})
 
 
 def _score(
     configuration: Configuration, result: TaskResult, dense: TaskResult | None, measure: str
 ) -> Score:
-    reference = None if configuration.is_dense or dense is None else dense
-    pairs = _pairs(result, reference)
+    pairs = _pairs(result, None if configuration.is_dense else dense)
     if measure == "mass":
         found = _mass(configuration, result)
     elif measure == "agreement":
@@ -181,20 +169,18 @@ def _score(
     elif measure == "score":
         found = _scored(result, pairs)
     else:
-        found = _perplexity(result, pairs)
-        if measure == "long":
-            found.details.update(by_quarter(result.answers, pairs))
-    value, change = found.value, found.change
+        found = _perplexity(result, pairs, with_quarters=measure == "long")
+    change = found.change
     return Score(
-        value=value.mean,
-        low=value.low,
-        high=value.high,
+        value=found.value.mean,
+        low=found.value.low,
+        high=found.value.high,
         samples=len(result.answers),
         change=change and change.mean,
         change_low=change and change.low,
         change_high=change and change.high,
         attended_share=_share(configuration, result),
-        details=found.details,
+        details=dict(found.details),
         items=[round(item, 5) for item in found.items],
     )
 
@@ -203,19 +189,23 @@ def _scored(result: TaskResult, pairs: Sequence[tuple[Answer, Answer]]) -> _Figu
     scores = [a.score or 0.0 for a in result.answers]
     change = None
     if pairs:
-        ours, theirs = zip(*((a.score or 0.0, b.score or 0.0) for a, b in pairs), strict=True)
-        change = paired_interval(ours, theirs)
-    return _Figures(score_interval(scores), change, {}, scores)
+        change = paired_interval(
+            [a.score or 0.0 for a, _ in pairs], [b.score or 0.0 for _, b in pairs]
+        )
+    return _Figures(score_interval(scores), scores, change)
 
 
-def _perplexity(result: TaskResult, pairs: Sequence[tuple[Answer, Answer]]) -> _Figures:
+def _perplexity(
+    result: TaskResult, pairs: Sequence[tuple[Answer, Answer]], *, with_quarters: bool
+) -> _Figures:
     nll = [a.nll or [] for a in result.answers]
     value = Interval(*np.exp(block_interval(nll)).tolist())
     change = None
     if pairs:
         gap = block_interval([np.subtract(a.nll or [], b.nll or []) for a, b in pairs])
         change = Interval(*(100 * np.expm1(gap)).tolist())
-    return _Figures(value, change, {}, [float(np.mean(values)) for values in nll])
+    details = by_quarter(result.answers, pairs) if with_quarters else {}
+    return _Figures(value, [float(np.mean(values)) for values in nll], change, details)
 
 
 def _agreement(result: TaskResult) -> _Figures:
@@ -225,7 +215,7 @@ def _agreement(result: TaskResult) -> _Figures:
         "without_difference": float(np.mean(list(map(all, agrees)))),
     }
     items = [float(np.mean(values)) for values in agrees]
-    return _Figures(block_interval(agrees), None, details, items)
+    return _Figures(block_interval(agrees), items, details=details)
 
 
 def _mass(configuration: Configuration, result: TaskResult) -> _Figures:
@@ -240,7 +230,7 @@ def _mass(configuration: Configuration, result: TaskResult) -> _Figures:
         "recall": float(np.mean(probes.recall)),
         "worst_layer": min(probes.mass_by_layer.values()),
     }
-    return _Figures(value, None, details | _by_group(probes.mass_by_layer), [])
+    return _Figures(value, [], details=details | _by_group(probes.mass_by_layer))
 
 
 def is_of_perplexity(measure: str) -> bool:
