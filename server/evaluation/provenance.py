@@ -46,8 +46,8 @@ def version_of(package: str) -> str | None:
 
 def installed_versions() -> dict[str, str]:
     """Return Python's version and those of `PACKAGES` that are installed."""
-    found = {name: version_of(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}
+    found = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+    return {name: version for name, version in found.items() if version}
 
 
 def own_command() -> list[str]:

@@ -115,9 +115,8 @@ class Client:
         text = reply.read()
         outcome.ending = "complete"
         outcome.body = json.loads(text) if reply.status == 200 else None
-        outcome.text = (
-            _texts(outcome.body) if outcome.body else text[:300].decode("utf-8", "replace")
-        )
+        told = text[:300].decode("utf-8", "replace")
+        outcome.text = _texts(outcome.body) if outcome.body else told
 
     def _read_stream(
         self,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import threading
 import time
@@ -112,12 +114,9 @@ class _CpuOfOthers:
         busy = float(sum(times)) - times.idle - getattr(times, "iowait", 0.0)
         busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
         ours = sum(os.times()[:2])
-        for some in processes.by_role().values():
-            for process in some:
-                try:
-                    ours += sum(process.cpu_times()[:2])
-                except psutil.Error:
-                    continue
+        for process in itertools.chain.from_iterable(processes.by_role().values()):
+            with contextlib.suppress(psutil.Error):
+                ours += sum(process.cpu_times()[:2])
         now, before = (time.time(), busy, ours), self._before
         self._before = now
         if before is None or now[0] <= before[0]:

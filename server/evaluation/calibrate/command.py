@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -22,12 +22,10 @@ from tandemkv.cache_rank.calibration.format import (
 )
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
+from tandemkv.server.evaluation.corpus import Texts, cut_texts
 from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
-
-if TYPE_CHECKING:
-    from .corpus import Texts
 
 Method = Literal["kascade", "sync_kv", "look_ahead"]
 METHODS = get_args(Method)
@@ -154,8 +152,6 @@ def _shown(
 
 def _spec_and_texts(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts]:
     """Return what the model is, and the texts to read; raises as `measure` does."""
-    from .corpus import cut_texts
-
     spec = read_model_spec(model_dir, dtype=request.dtype)
     if spec.linear_layers:
         instead = "without look_ahead.predictor" if request.policy == "look_ahead" else "--anchors"

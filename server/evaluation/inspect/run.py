@@ -17,8 +17,7 @@ from tandemkv.server.evaluation.quality.servers import tandem_server
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.settings.launch_settings import ServeSettings
 
-from .page import make_page
-from .recording import Recording, read_recording
+from .recording import Recording, make_page, read_recording
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,12 +182,13 @@ def _with_capacity(
 
 def _served_flags(request: Request, model_dir: Path) -> dict[str, Sourced]:
     """Return what ``tandemkv serve`` would be told on its command line."""
-    flags = {"model": Sourced(str(model_dir), "MODEL"), **read_assignments(request.settings or ())}
-    flags["evaluation"] = Sourced(True, "tandemkv quality")
-    for name in ("device", "dtype"):
-        if getattr(request, name) != "auto":
-            flags[name] = Sourced(getattr(request, name), f"--{name}")
-    return flags
+    given = {"device": request.device, "dtype": request.dtype}
+    return {
+        "model": Sourced(str(model_dir), "MODEL"),
+        **read_assignments(request.settings or ()),
+        "evaluation": Sourced(True, "tandemkv quality"),
+        **{name: Sourced(x, f"--{name}") for name, x in given.items() if x != "auto"},
+    }
 
 
 def _named_or_refused(settings: ServeSettings, resolve: Resolve) -> dict[str, Any]:
@@ -281,13 +282,12 @@ def _configurations(
 def _prompts(
     request: Request, tasks: Sequence[Task], model_dir: Path, note: Callable[[str], None]
 ) -> tuple[Tokenizer, Prompts]:
+    tokenizer = load_tokenizer(model_dir)
     if request.samples_from is not None:
         folder, names = request.samples_from.expanduser(), [task.name for task in tasks]
-        prompts = Prompts.kept(folder, names, model_dir.name)
-        return load_tokenizer(model_dir), prompts
+        return tokenizer, Prompts.kept(folder, names, model_dir.name)
     paths = [path.expanduser() for path in request.corpus or ()]
     corpus = read_corpus(paths) if paths else built_in_corpus()
-    tokenizer = load_tokenizer(model_dir)
     return tokenizer, Prompts.make(request, tasks, tokenizer, corpus, note)
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .bootstrap import Interval, mean_interval, paired_interval
-from .report_file import ReportFile, read_quality_report
+from .report import ReportFile, read_quality_report
 from .served import differences
 from .summary import Row, Score, is_of_perplexity
 
@@ -52,18 +52,16 @@ def compare(one_path: Path, other_path: Path) -> list[Comparison]:
     one, other = read_quality_report(one_path), read_quality_report(other_path)
     _check_model(one, other)
     tasks = _common_tasks(one, other)
-    return [
-        Comparison(
-            names,
-            differences(a.settings, b.settings) if a.settings and b.settings else {},
-            [
-                _difference(name, one.described["tasks"][name], a.scores[name], b.scores[name])
-                for name in tasks
-                if name in a.scores and name in b.scores and a.scores[name].items
-            ],
-        )
-        for names, a, b in _pairs(one, other)
-    ]
+    found = []
+    for names, a, b in _pairs(one, other):
+        settings = differences(a.settings, b.settings) if a.settings and b.settings else {}
+        gaps = [
+            _difference(name, one.described["tasks"][name], a.scores[name], b.scores[name])
+            for name in tasks
+            if name in a.scores and name in b.scores and a.scores[name].items
+        ]
+        found.append(Comparison(names, settings, gaps))
+    return found
 
 
 def _check_model(one: ReportFile, other: ReportFile) -> None:

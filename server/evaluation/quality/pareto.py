@@ -14,11 +14,11 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.bench.configurations import BUILT_IN
 from tandemkv.server.evaluation.bench.decode_steps import step_rows
 from tandemkv.server.evaluation.bench.report import Report, read_report
-from tandemkv.server.evaluation.setting_name import describe_setting, is_setting_name, setting_name
+from tandemkv.server.evaluation.grid import describe_setting, is_setting_name, setting_name
 from tandemkv.server.plan.pages import on_device
 
 from .bootstrap import Interval
-from .report_file import ReportFile, read_quality_report
+from .report import ReportFile, read_quality_report
 from .summary import Row, is_of_perplexity
 
 DENSE = "dense"

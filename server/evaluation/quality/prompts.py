@@ -51,15 +51,13 @@ class Prompts:
             seed=request.seed,
             max_new_tokens=request.max_new_tokens,
         )
-        samples = {}
+        samples, described = {}, {}
         for task in tasks:
             note(f"samples of {task.name}")
-            samples[task.name] = task.samples(inputs)
-        return cls(
-            samples,
-            {task.name: describe_task(request, task, samples[task.name]) for task in tasks},
-            {"corpus": corpus.describe(), "corpus_absent": list(corpus.absent)},
-        )
+            samples[task.name] = found = task.samples(inputs)
+            described[task.name] = describe_task(request, task, found)
+        about = {"corpus": corpus.describe(), "corpus_absent": list(corpus.absent)}
+        return cls(samples, described, about)
 
     @classmethod
     def kept(cls, folder: Path, tasks: Sequence[str], model: str) -> Self:

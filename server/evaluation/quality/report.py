@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the report of a folder: JSON, Markdown, HTML and plots."""
+"""Write the report of a folder, JSON, Markdown, HTML and plots; and read the JSON again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -18,9 +18,9 @@ from tandemkv.server.evaluation.compact_json import compact_json
 from .plots import draw
 from .report_tables import tables
 from .results import read_runs
-from .summary import Summary, summarise
+from .summary import Row, Summary, summarise
 
-CAMPAIGN_FILE = "campaign.json"
+CAMPAIGN_FILE, REPORT_FILE = "campaign.json", "report.json"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem;
   color: #222; background: #fff }
@@ -78,7 +78,7 @@ def write_report(out: Path, console: Console) -> list[Path]:
     plots = {f"plots/{name}.svg": svg for name, svg in drawn.items()}
     inline = [svg[svg.index("<svg") :] for svg in drawn.values()]
     texts = {
-        "report.json": compact_json(whole),
+        REPORT_FILE: compact_json(whole),
         "report.md": markdown(described, summary, list(plots)),
         "report.html": page(described, summary, inline),
         **plots,
@@ -145,3 +145,45 @@ def _read_campaign(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise SettingsError(f"{path}: not valid JSON ({error}); delete it") from error
     return found
+
+
+class ReportFile(NamedTuple):
+    """A report: how its results came about, and its rows."""
+
+    name: str
+    described: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def sparse(self) -> dict[str, Row]:
+        """Rows that are not the reference, by label and budget."""
+        return {f"{row.label}, {row.budget}": row for row in self.rows if row.system != "sglang"}
+
+    @property
+    def dense(self) -> Row | None:
+        """The reference, if it was measured."""
+        return next((row for row in self.rows if row.system == "sglang"), None)
+
+
+def read_quality_report(path: Path) -> ReportFile:
+    """Read a report, or that of a folder.
+
+    Raises `SettingsError` if the file is not one.
+    """
+    file = path / REPORT_FILE if path.is_dir() else path
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+        rows = msgspec.convert(described.pop("rows"), list[Row])
+        if not isinstance(described["tasks"], dict):
+            raise TypeError("tasks")
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: cannot be read ({error.strerror}); give a {REPORT_FILE} of `tandemkv "
+            "quality`, or its folder"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
+        raise SettingsError(
+            f"{path}: not a {REPORT_FILE} of `tandemkv quality` ({error}); make it anew with "
+            "--report-only --out of its folder"
+        ) from error
+    return ReportFile(str(path), described, rows)

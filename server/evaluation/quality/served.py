@@ -12,8 +12,7 @@ import msgspec
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
-from tandemkv.server.evaluation.grid import read_grid
-from tandemkv.server.evaluation.setting_name import describe_setting, setting_name
+from tandemkv.server.evaluation.grid import describe_setting, read_grid, setting_name
 from tandemkv.server.plan.placement_choice import resolve_placement
 from tandemkv.server.settings.launch_settings import ServeSettings
 

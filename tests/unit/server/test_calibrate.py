@@ -25,7 +25,6 @@ from tandemkv.server.evaluation.calibrate.attention import (
     mean_of_group,
 )
 from tandemkv.server.evaluation.calibrate.command import Request, measure
-from tandemkv.server.evaluation.calibrate.corpus import cut_texts
 from tandemkv.server.evaluation.calibrate.kascade import (
     KascadeMeasurement,
     choose_anchors,
@@ -38,6 +37,7 @@ from tandemkv.server.evaluation.calibrate.sync_kv import (
     cluster_heads,
     head_overlap,
 )
+from tandemkv.server.evaluation.corpus import cut_texts
 
 A = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.0, 0.1, 0.3, 0.6]], dtype=torch.float64)
 B = torch.tensor([[0.4, 0.1, 0.1, 0.4], [0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
