@@ -143,9 +143,4 @@ def files_below(folder: Path | None) -> list[str]:
     """Return all files below `folder`, relative to it."""
     if folder is None or not folder.is_dir():
         return []
-    found = []
-    for path in sorted(folder.rglob("*")):
-        with contextlib.suppress(OSError):
-            if not path.is_dir():
-                found.append(str(path.relative_to(folder)))
-    return found
+    return [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if not p.is_dir()]

@@ -132,11 +132,8 @@ class _Run:
         self._number = self._probes = 0
         self._stopping, self._open = threading.Event(), threading.Event()
         self._busy = 0
-        self._threads = [
-            threading.Thread(target=self._send_load, name=f"load-{i}", daemon=True)
-            for i in range(self._settings.concurrency)
-        ]
-        self._threads.append(threading.Thread(target=self._send_probes, name="probe", daemon=True))
+        senders = [self._send_load] * self._settings.concurrency + [self._send_probes]
+        self._threads = [threading.Thread(target=send, daemon=True) for send in senders]
 
     def warm_up(self) -> None:
         """Open what stays open: thread pools, connections between the ranks, logs."""

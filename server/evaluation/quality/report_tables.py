@@ -3,12 +3,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .report_settings import settings_table
+from .bootstrap import Interval
 from .report_table import NOTHING, Table
+from .served import AS_SERVED, differences
 from .summary import Row, Score, Summary, is_group, is_of_perplexity
+
+_COLUMNS = {
+    "budget_tokens": "K",
+    "resident_factor": "c",
+    "fetch_cap": "fetch cap",
+    "sample_tokens": "samples",
+    "index_dtype": "index",
+    "exact_layers": "exact layers",
+    "num_recent_tokens": "recent",
+    "attended_tokens": "attended",
+    "dense_tokens": "dense up to",
+}
+_UNLIKE_ANYWAY = ("budget_tokens", "max_running_requests", "capacity_tokens", "attended_tokens")
+"""Differences that a column shows, or that change no answer."""
 
 
 def tables(described: Mapping[str, Any], summary: Summary) -> list[Table]:
@@ -72,25 +88,19 @@ def _interval(score: Score) -> str:
 
 
 def _attended(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
-    body = []
-    for row in rows:
-        shares = [s.attended_share for s in row.scores.values() if s.attended_share is not None]
-        spread = NOTHING
-        if shares:
-            low, high = 100 * min(shares), 100 * max(shares)
-            spread = f"{low:.1f} %" if high - low < 0.05 else f"{low:.1f}–{high:.1f} %"
-        body.append(
-            [
-                row.label,
-                row.budget,
-                "all" if row.attended_tokens is None else str(row.attended_tokens),
-                spread,
-                _exact_layers(row),
-                NOTHING if row.moved_rows is None else f"{row.moved_rows:.1f}",
-                NOTHING if row.moved_kib is None else f"{row.moved_kib:.1f}",
-                row.sees_question or NOTHING,
-            ]
-        )
+    body = [
+        [
+            row.label,
+            row.budget,
+            "all" if row.attended_tokens is None else str(row.attended_tokens),
+            _share(row),
+            _exact_layers(row),
+            NOTHING if row.moved_rows is None else f"{row.moved_rows:.1f}",
+            NOTHING if row.moved_kib is None else f"{row.moved_kib:.1f}",
+            row.sees_question or NOTHING,
+        ]
+        for row in rows
+    ]
     header = [
         *("system", "budget", "attended tokens", "attended share", "exact layers"),
         *("rows moved", "KiB moved", "knows the question"),
@@ -107,12 +117,18 @@ def _attended(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     )
 
 
-def _exact_layers(row: Row) -> str:
-    if not row.exact_layers:
+def _share(row: Row) -> str:
+    shares = [s.attended_share for s in row.scores.values() if s.attended_share is not None]
+    if not shares:
         return NOTHING
+    low, high = 100 * min(shares), 100 * max(shares)
+    return f"{low:.1f} %" if high - low < 0.05 else f"{low:.1f}–{high:.1f} %"
+
+
+def _exact_layers(row: Row) -> str:
     if len(row.exact_layers) > 4:
         return f"{len(row.exact_layers)} layers"
-    return ", ".join(map(str, row.exact_layers))
+    return ", ".join(map(str, row.exact_layers)) or NOTHING
 
 
 def _mass(rows: Sequence[Row], name: str) -> Table:
@@ -140,18 +156,11 @@ def _mass(rows: Sequence[Row], name: str) -> Table:
 
 def _long(described: Mapping[str, Any], rows: Sequence[Row], names: Sequence[str]) -> Table:
     body = []
-    for row in rows:
-        for name in names:
-            if name not in row.scores:
-                continue
+    for row, name in itertools.product(rows, names):
+        if name in row.scores:
             d = row.scores[name].details
             cells = [row.label, row.budget, described["tasks"][name]["title"]]
-            for i in range(1, 5):
-                if f"change_{i}" not in d:
-                    cells.append(f"perplexity {d[f'perplexity_{i}']:.3f}")
-                    continue
-                same = f", {d[f'agreement_{i}']:.3f}" if f"agreement_{i}" in d else ""
-                cells.append(f"{_change(d, f'change_{i}')}{same}")
+            cells += [_quarter(d, i) for i in range(1, 5)]
             body.append([*cells, _change(d, "growth") if "growth" in d else NOTHING])
     return Table(
         "Long generation",
@@ -162,9 +171,16 @@ def _long(described: Mapping[str, Any], rows: Sequence[Row], names: Sequence[str
     )
 
 
+def _quarter(details: Mapping[str, float], number: int) -> str:
+    if f"change_{number}" not in details:
+        return f"perplexity {details[f'perplexity_{number}']:.3f}"
+    same = details.get(f"agreement_{number}")
+    return _change(details, f"change_{number}") + ("" if same is None else f", {same:.3f}")
+
+
 def _change(details: Mapping[str, float], name: str) -> str:
-    low, high = details[f"{name}_low"], details[f"{name}_high"]
-    return f"{details[name]:+.2f} % ({low:+.2f} to {high:+.2f})"
+    found = Interval(details[name], details[f"{name}_low"], details[f"{name}_high"])
+    return found.signed(unit=" %")
 
 
 def _tasks(described: Mapping[str, Any]) -> Table:
@@ -182,3 +198,56 @@ def _tasks(described: Mapping[str, Any]) -> Table:
         "Answers are decoded greedily; the first token of an answer comes from prefill, which is "
         "dense, unless the question comes late. In a later turn the question is prefilled.",
     )
+
+
+def settings_table(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
+    """Return the table; its first row is what `serve` would choose on this machine.
+
+    ``described["served"]`` are settings by name, or ``refused`` and the reason.
+    """
+    served = described.get("served") or {}
+    nothing = [""] * len(_COLUMNS)
+    body = []
+    if "refused" in served:
+        body.append([f"serve would refuse: {served['refused']}", *nothing, ""])
+    elif served:
+        body.append(["`tandemkv serve` here", *_cells(served), ""])
+    for row in rows:
+        name = f"{row.label}, {row.budget}"
+        if "refused" in row.settings:
+            body.append([name, *nothing, f"refused: {row.settings['refused']}"])
+        elif row.settings:
+            body.append([name, *_cells(row.settings), _others(row, served)])
+    return Table(
+        "Settings",
+        ["configuration", *_COLUMNS.values(), "differs from serve besides"],
+        body,
+        "Every setting after what was open had been decided, by the function with which `serve` "
+        f'decides it. The configuration "{AS_SERVED}" is `serve` with the settings that were '
+        "given, and nothing else.",
+    )
+
+
+def _cells(settings: Mapping[str, Any]) -> list[str]:
+    return [_text(settings.get(name)) for name in _COLUMNS]
+
+
+def _others(row: Row, served: Mapping[str, Any]) -> str:
+    if not served or "refused" in served:
+        return ""
+    found = differences(row.settings, served)
+    return ", ".join(
+        f"{name} {_text(own)} ({_text(other)})"
+        for name, (own, other) in found.items()
+        if name not in _COLUMNS and name not in _UNLIKE_ANYWAY
+    )
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "open"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={item}" for key, item in value.items()) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)

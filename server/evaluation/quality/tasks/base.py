@@ -122,7 +122,8 @@ def fitting(
             f"{what}: needs {len(known[0])} tokens without any padding, "
             f"context_tokens={limit} is too short; raise --context-tokens"
         )
-    place = _Sizes(sizes)
+    totals = [0, *itertools.accumulate(sizes)]  # of the first pieces, until they begin anew
+    round_pieces, round_size = len(sizes), totals[-1]
 
     def fits(count: int) -> bool:
         if count not in known:
@@ -132,8 +133,13 @@ def fitting(
     guess = 1
     for _ in range(_GUESSES):
         fits(guess)
-        rate = (len(known[guess]) - len(known[0])) / place.size(guess)
-        guess = max(1, place.count((limit - len(known[0])) / rate)) if rate > 0 else 2 * guess
+        rounds, rest = divmod(guess, round_pieces)
+        rate = (len(known[guess]) - len(known[0])) / (rounds * round_size + totals[rest])
+        if rate <= 0:
+            guess *= 2
+            continue
+        wanted_rounds, size = divmod((limit - len(known[0])) / rate, round_size)
+        guess = max(1, int(wanted_rounds) * round_pieces + bisect.bisect_right(totals, size) - 1)
     low, high, step = guess, guess, 1
     while low and not fits(low):
         low, high, step = max(0, low - step), low, 2 * step
@@ -143,21 +149,3 @@ def fitting(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return known[low], low
-
-
-class _Sizes:
-    """Sizes of pieces that begin anew when they run out."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._totals = [0, *itertools.accumulate(sizes)]
-
-    def size(self, count: int) -> int:
-        """Size of the first `count` pieces."""
-        rounds, rest = divmod(count, len(self._totals) - 1)
-        return rounds * self._totals[-1] + self._totals[rest]
-
-    def count(self, size: float) -> int:
-        """Return how many pieces have at most this size."""
-        rounds, rest = divmod(size, self._totals[-1])
-        number = int(rounds) * (len(self._totals) - 1)
-        return number + bisect.bisect_right(self._totals, rest) - 1
