@@ -35,12 +35,9 @@ class Corpus:
 
     def describe(self) -> list[dict[str, str | int]]:
         """Name, size and hash of each text, for the report."""
+        hashes = {name: hashlib.sha256(text.encode()) for name, text in self.texts.items()}
         return [
-            {
-                "name": name,
-                "characters": len(text),
-                "sha256": hashlib.sha256(text.encode()).hexdigest()[:16],
-            }
+            {"name": name, "characters": len(text), "sha256": hashes[name].hexdigest()[:16]}
             for name, text in self.texts.items()
         ]
 

@@ -114,5 +114,5 @@ def _driver_version() -> str:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
     except OSError:
         return "unknown"
-    numbers = [word for word in text.split() if word[:1].isdigit() and "." in word]
-    return numbers[0] if numbers else "unknown"
+    numbers = (word for word in text.split() if word[:1].isdigit() and "." in word)
+    return next(numbers, "unknown")

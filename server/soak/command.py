@@ -50,8 +50,7 @@ class SoakRequest:
     )
     ready_within: Annotated[float, option("Longest seconds from crash to ready.", min=1)] = 60.0
     expect_no_loss: Annotated[
-        bool,
-        option("Fail if the loss of a cache rank ends a single request.", "--expect-no-loss"),
+        bool, option("Fail if the loss of a cache rank ends a single request.", "--expect-no-loss")
     ] = False
     api_key_file: Annotated[Path | None, option("Key of the server at --url.")] = None
     admin_key_file: Annotated[Path | None, option("Its admin key, to empty the prefix cache.")] = (

@@ -14,6 +14,7 @@ from .canaries import Agreement, compare
 from .run import Findings, held_by_requests
 from .slope import Slope, slope_of
 from .target import Target
+from .watch import MemorySample
 from .windows import NOT_WELL, Windows
 
 _FD_SLACK, _THREAD_SLACK = 16, 4
@@ -206,9 +207,8 @@ def latencies(found: Findings, windows: Windows) -> dict[str, Slope | None]:
         and not windows.touching(outcome)
         and outcome.gaps_s
     ]
-    machine = found.watch.machine
-    others = [_at(machine, outcome.started) for outcome in probes]
-    times = [outcome.started for outcome in probes]
+    machine, times = found.watch.machine, [outcome.started for outcome in probes]
+    others = [_at(machine, time) for time in times]
     series = {
         "time to first token": [outcome.first_s or 0.0 for outcome in probes],
         "time per token": [statistics.fmean(outcome.gaps_s) for outcome in probes],
@@ -221,20 +221,18 @@ def latencies(found: Findings, windows: Windows) -> dict[str, Slope | None]:
 
 def memory_slopes(found: Findings) -> dict[str, Slope]:
     """Return the growth of each role's longest life of ten minutes or more, once settled."""
-    lives: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    lives: dict[tuple[str, int], list[MemorySample]] = {}
     for sample in found.watch.memory:
-        lives.setdefault((sample.role, sample.pid), []).append((sample.time, sample.private_mib))
-    longest: dict[str, list[tuple[float, float]]] = {}
+        lives.setdefault((sample.role, sample.pid), []).append(sample)
+    longest: dict[str, list[MemorySample]] = {}
     for (role, _), life in lives.items():
-        if life[-1][0] - life[0][0] >= _LEAST_LIFE_S and len(life) > len(longest.get(role, ())):
+        if life[-1].time - life[0].time >= _LEAST_LIFE_S and len(life) > len(longest.get(role, ())):
             longest[role] = life
     slopes = {}
     for role, life in longest.items():
-        settled = [each for each in life if each[0] - life[0][0] >= _SETTLING_S]
-        slope = slope_of([t for t, _ in settled], [mib for _, mib in settled])
-        if slope is not None:
-            slopes[role] = slope
-    return slopes
+        settled = [each for each in life if each.time - life[0].time >= _SETTLING_S]
+        slopes[role] = slope_of([x.time for x in settled], [x.private_mib for x in settled])
+    return {role: slope for role, slope in slopes.items() if slope is not None}
 
 
 def _at(machine: list[tuple[float, float, float]], time: float) -> float:

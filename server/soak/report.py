@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -127,10 +127,10 @@ def as_tables(report: dict[str, Any]) -> RenderableType:
     for name, number in report["endings"].items():
         endings.add_row(name, str(number))
     faults = Table("fault", "number", "slowest recovery, s", title="Faults")
-    grouped: dict[str, list[float]] = {}
+    grouped: dict[str, list[float]] = defaultdict(list)
     for fault in report["faults"]:
-        times = grouped.setdefault(f"{fault['action']} {fault['target']}", [])
-        times.append(float("inf") if fault["recovery_s"] is None else fault["recovery_s"])
+        took = float("inf") if fault["recovery_s"] is None else fault["recovery_s"]
+        grouped[f"{fault['action']} {fault['target']}"].append(took)
     for name, times in sorted(grouped.items()):
         faults.add_row(name, str(len(times)), f"{max(times):.1f}")
     for name, number in report["fault_points"].items():

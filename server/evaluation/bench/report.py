@@ -17,12 +17,7 @@ import typer
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.compact_json import compact_json
-from tandemkv.server.evaluation.provenance import (
-    BenchError,
-    Gpu,
-    installed_versions,
-    without_paths,
-)
+from tandemkv.server.evaluation.provenance import BenchError, Gpu, installed_versions, without_paths
 
 SCHEMA = 1
 

@@ -53,7 +53,6 @@ def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -
         )
     recording, new = _record(settings, ids, max_new_tokens)
     tokens = [tokenizer.decode([token]) for token in (*ids, *new)]
-    exact = ",".join(map(str, selection.exact_layer_ids)) or "none"
     facts = {
         "model": Path(settings.model).name,
         "policy": selection.policy,
@@ -62,7 +61,7 @@ def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -
         "K": str(selection.budget_tokens),
         "resident": f"{selection.num_resident} + {selection.num_recent_tokens} recent",
         "samples": str(selection.num_samples),
-        "exact layers (not shown)": exact,
+        "exact layers (not shown)": ",".join(map(str, selection.exact_layer_ids)) or "none",
         "mean mass": str(round(float(np.mean(recording.mass)), 4)),
     }
     html = make_page(recording, tokens=tokens, prompt_tokens=len(ids), facts=facts)

@@ -21,6 +21,11 @@ _PROBE_EVERY = 8
 LAYER_GROUPS = 5
 """Groups of neighbouring layers whose recovered mass is told apart."""
 _GROUP_PREFIX = "layers "
+_OF_CONFIGURATION = (
+    *("system", "policy", "budget", "variant", "attended_tokens", "exact_layers"),
+    *("sees_question", "selection"),
+)
+"""Fields of a row that are those of its configuration."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Runs = Sequence[tuple[Configuration, Mapping[str, TaskResult]]]
@@ -127,18 +132,10 @@ def _row(
     row_bytes: int,
 ) -> Row:
     moved = [r.fetched_rows_per_step for r in results.values() if r.fetched_rows_per_step]
-    mean_moved = float(np.mean(moved)) if moved else None
-    if mean_moved is None and configuration.system == "tandemkv":
-        mean_moved = 0.0
+    nothing = 0.0 if configuration.system == "tandemkv" else None
+    mean_moved = float(np.mean(moved)) if moved else nothing
     return Row(
-        system=configuration.system,
-        policy=configuration.policy,
-        budget=configuration.budget,
-        variant=configuration.variant,
-        attended_tokens=configuration.attended_tokens,
-        exact_layers=configuration.exact_layers,
-        sees_question=configuration.sees_question,
-        selection=dict(configuration.selection),
+        **{name: getattr(configuration, name) for name in _OF_CONFIGURATION},
         settings=dict(configuration.resolved),
         moved_rows=mean_moved,
         moved_kib=None if mean_moved is None else mean_moved * row_bytes / 1024,
