@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import subprocess
 import sys
@@ -96,7 +95,6 @@ def query_gpu() -> Gpu | None:
     )
     done = subprocess.run(
         [sys.executable, "-P", "-W", "ignore", "-c", code],
-        env=os.environ.copy(),
         capture_output=True,
         text=True,
         timeout=_QUERY_TIMEOUT_S,

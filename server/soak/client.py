@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -64,13 +65,13 @@ class Client:
 
         Raises `OSError` or `http.client.HTTPException` if there is none.
         """
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=30.0)
-        try:
+        with contextlib.closing(self._connection(30.0)) as connection:
             connection.request(method, path, headers=self._headers(is_admin=is_admin))
             reply = connection.getresponse()
             return reply.status, reply.read()
-        finally:
-            connection.close()
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
 
     def _headers(self, *, is_admin: bool = False) -> dict[str, str]:
         key = self._admin_key if is_admin and self._admin_key else self._api_key
@@ -79,7 +80,7 @@ class Client:
     def send(self, request: Request) -> Outcome:
         """Send `request`; never raises for what the server does."""
         outcome = Outcome(request=request, started=time.time())
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        connection = self._connection(self._timeout_s)
         try:
             connection.connect()
         except OSError:
@@ -137,8 +138,7 @@ class Client:
             last, seen = now, seen + 1
             event = line.removeprefix(b"data:").strip()
             if event == b"[DONE]":
-                if outcome.ending != "error event":
-                    outcome.ending = "complete"
+                outcome.ending = "complete"
                 break
             found = json.loads(event)
             if "error" in found:

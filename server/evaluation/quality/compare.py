@@ -156,9 +156,8 @@ def comparison_view(found: list[Comparison], one: Path, other: Path) -> Renderab
     parts: list[RenderableType] = [Text(f"A: {one}\nB: {other}")]
     for item in found:
         title = item.names[0] if item.names[0] == item.names[1] else " -> ".join(item.names)
-        table = Table(title=title, title_justify="left")
-        for column in ("task", "A", "B", "B - A (95 % interval)", ""):
-            table.add_column(column)
+        columns = ("task", "A", "B", "B - A (95 % interval)", "")
+        table = Table(*columns, title=title, title_justify="left")
         for row in item.tasks:
             digits, unit = (2, f" {row.unit}") if row.unit else (3, "")
             table.add_row(row.task, row.one, row.other, row.gap.signed(digits, unit), row.verdict)

@@ -89,9 +89,9 @@ def pareto_view(found: Sequence[Pareto]) -> RenderableType:
     """Return, for a terminal, the settings that nothing beats, fastest first."""
     tables = []
     for item in found:
-        table = Table(title=f"{item.title}; steps of {item.step}", title_justify="left")
-        for column in ("nothing beats", "ms a step", f"loss, {item.unit}"):
-            table.add_column(column)
+        columns = ("nothing beats", "ms a step", f"loss, {item.unit}")
+        title = f"{item.title}; steps of {item.step}"
+        table = Table(*columns, title=title, title_justify="left")
         for point in item.points:
             if point.is_best:
                 table.add_row(point.label, f"{point.step_ms:.2f}", point.loss.signed())
