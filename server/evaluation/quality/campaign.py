@@ -282,12 +282,13 @@ def _configurations(
 def _prompts(
     request: Request, tasks: Sequence[Task], model_dir: Path, note: Callable[[str], None]
 ) -> tuple[Tokenizer, Prompts]:
-    tokenizer = load_tokenizer(model_dir)
     if request.samples_from is not None:
         folder, names = request.samples_from.expanduser(), [task.name for task in tasks]
-        return tokenizer, Prompts.kept(folder, names, model_dir.name)
+        prompts = Prompts.kept(folder, names, model_dir.name)
+        return load_tokenizer(model_dir), prompts
     paths = [path.expanduser() for path in request.corpus or ()]
     corpus = read_corpus(paths) if paths else built_in_corpus()
+    tokenizer = load_tokenizer(model_dir)
     return tokenizer, Prompts.make(request, tasks, tokenizer, corpus, note)
 
 
