@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -22,12 +22,10 @@ from tandemkv.cache_rank.calibration.format import (
 )
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
+from tandemkv.server.evaluation.corpus import Texts, cut_texts
 from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
-
-if TYPE_CHECKING:
-    from .corpus import Texts
 
 Method = Literal["kascade", "sync_kv", "look_ahead"]
 METHODS = get_args(Method)
@@ -106,9 +104,8 @@ def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
         )
     spec, corpus = _spec_and_texts(model_dir, request)
     measurement = QueryMeasurement(model_dir, spec, dtype=request.dtype, distance=request.distance)
-    with _progress(console) as progress:
-        for text in progress.track(corpus.tokens, description=f"reading with {model_dir.name}"):
-            measurement.add(text)
+    for text in _shown(corpus.tokens, model_dir, console):
+        measurement.add(text)
     with console.status("fitting ..."):
         found = measurement.result()
     about = {
@@ -118,48 +115,43 @@ def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
     }
     layers = {layer: (fit.weight, fit.bias) for layer, fit in found.items()}
     write_fitted_queries(request.out, spec, request.distance, layers, about)
-    own, fitted = (
-        sum(values) / len(found)
-        for values in zip(*((fit.own, fit.fitted) for fit in found.values()), strict=True)
-    )
+    own = sum(fit.own for fit in found.values()) / len(found)
+    fitted = sum(fit.fitted for fit in found.values()) / len(found)
     return f"{own:.1%} of the queries' variance is missed with W_q, {fitted:.1%} with the file"
 
 
 def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
     """Run the model in `model_dir` over texts and return its calibration.
 
-    Raises
-    ------
-    CalibrationError
-        If the model takes no text of that length, or there is none.
-    UnsupportedModelError
-        If the model's attention cannot be served.
+    Raises `CalibrationError` if the model takes no text of that length, or there is none;
+    `UnsupportedModelError` if its attention cannot be served.
     """
     spec, corpus = _spec_and_texts(model_dir, request)
-    with _progress(console) as progress:
-        texts = progress.track(corpus.tokens, description=f"reading with {model_dir.name}")
-        return Calibration(
-            version=FORMAT_VERSION,
-            source="measured",
-            model=CalibratedModel.of(spec, model_dir.name),
-            corpus=Corpus(
-                sources=corpus.sources,
-                num_texts=len(corpus.tokens),
-                num_tokens=sum(map(len, corpus.tokens)),
-            ),
-            **_measured(model_dir, spec, request, texts),
-        )
+    found = _measured(model_dir, spec, request, _shown(corpus.tokens, model_dir, console))
+    return Calibration(
+        version=FORMAT_VERSION,
+        source="measured",
+        model=CalibratedModel.of(spec, model_dir.name),
+        corpus=Corpus(
+            sources=corpus.sources,
+            num_texts=len(corpus.tokens),
+            num_tokens=sum(map(len, corpus.tokens)),
+        ),
+        **found,
+    )
 
 
-def _progress(console: Console) -> Progress:
+def _shown(
+    texts: Sequence[list[int]], model_dir: Path, console: Console
+) -> Iterator[Sequence[int]]:
+    """Yield the texts, with a bar that says how many have been read."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console)
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        yield from progress.track(texts, description=f"reading with {model_dir.name}")
 
 
 def _spec_and_texts(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts]:
     """Return what the model is, and the texts to read; raises as `measure` does."""
-    from .corpus import cut_texts
-
     spec = read_model_spec(model_dir, dtype=request.dtype)
     if spec.linear_layers:
         instead = "without look_ahead.predictor" if request.policy == "look_ahead" else "--anchors"
@@ -191,15 +183,11 @@ def _measured(
 
     is_kascade = request.policy == "kascade"
     pool = mean_of_group if is_kascade else max_of_group
+    measurement = (KascadeMeasurement if is_kascade else SyncKVMeasurement)(request.top_k)
     recorder = AttentionRecorder(model_dir, spec, dtype=request.dtype, pool=pool)
-    kascade, sync_kv = KascadeMeasurement(request.top_k), SyncKVMeasurement(request.top_k)
     for tokens in texts:
-        seen = recorder.read(tokens)
-        if is_kascade:
-            kascade.add(seen.weights, seen.importance)
-        else:
-            sync_kv.add(seen.weights)
-    found = kascade.result(request.anchors) if is_kascade else sync_kv.result(request.clusters)
+        measurement.add(recorder.read(tokens))
+    found = measurement.result(request.anchors if is_kascade else request.clusters)
     return {"policy": request.policy, request.policy: found}
 
 
