@@ -70,22 +70,10 @@ def padded_group(group: int) -> int:
 def make_score_scratch(
     num_reqs: int, num_qo_heads: int, num_kv_heads: int, width: int, device: torch.device
 ) -> ScoreScratch:
-    """Allocate the buffers of `score_keys`.
+    """Allocate the buffers of `score_keys`, for the largest call.
 
-    Parameters
-    ----------
-    num_reqs, width : int
-        Largest values that will be scored with it.
-    num_qo_heads, num_kv_heads : int
-        Heads, as they will be scored.
-    device : torch.device
-        Where.
-
-    Returns
-    -------
-    ScoreScratch
-        About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share
-        it must be ordered by one stream.
+    About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share it must be ordered by
+    one stream.
     """
     group = padded_group(num_qo_heads // num_kv_heads)
     padded_width = -(-width // 256) * 256 + 256
