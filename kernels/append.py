@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.kernels.check import INT64, INTS, KV_FLOATS, Dims
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
 from tandemkv.kernels.step_flags import StepWait
 
 
@@ -73,5 +73,15 @@ def append_tokens(
         moves.check(dims, k.dtype, v.dtype)
     if awaited is not None:
         awaited.check()
-    run = resolve("append", "append_tokens", k.device)
-    run(k, v, rows, slots, k_res, v_res, moves=moves, awaited=awaited)
+    if uses_triton(k.device):
+        from tandemkv.kernels.triton_ops.append import append_tokens as on_gpu
+
+        return on_gpu(k, v, rows, slots, k_res, v_res, moves=moves, awaited=awaited)
+    if moves is not None:
+        chosen = (moves.samples >= 0).nonzero()[:, 0]
+        own, index, source = rows[chosen].long(), moves.samples[chosen], moves.sources[chosen]
+        moves.k[own, index], moves.v[own, index] = k_res[own, source], v_res[own, source]
+    k_res[rows.long(), slots.long()] = k
+    v_res[rows.long(), slots.long()] = v
+    if awaited is not None:
+        awaited.now()

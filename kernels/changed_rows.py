@@ -9,7 +9,7 @@ without knowing how much of it is used.
 import torch
 
 from tandemkv.kernels.check import BOOL, INT8, INT32, INTS, KV_FLOATS, Dims
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
 
 _SETS = "num_rows num_slots num_kv_heads head_dim"
 _BUFFER = "num_reqs num_kv_heads cap head_dim"
@@ -47,19 +47,27 @@ def take_changed_rows(
     k, v : torch.Tensor
         ``[num_reqs, num_kv_heads, cap, head_dim]``, dtype of the sets, dense. Written where `slots`
         names one.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
     """
     dims = Dims()
     dims.check("positions", positions, "num_rows num_kv_heads num_slots", INT32)
     dims.check("sent", sent, "num_rows num_kv_heads num_slots", INT32)
     _check(dims, k_res, v_res, rows, slots, k, v)
     dims.check("active", active, "num_reqs", BOOL)
-    run = resolve("changed_rows", "take_changed_rows", k_res.device)
-    run(positions, sent, k_res, v_res, rows, active, slots, k, v)
+    if uses_triton(k_res.device):
+        from tandemkv.kernels.triton_ops.changed_rows import take_changed_rows as on_gpu
+
+        return on_gpu(positions, sent, k_res, v_res, rows, active, slots, k, v)
+    index = rows.long()
+    now = positions[index]
+    differs = (now != sent[index]) & active[:, None, None]
+    place = differs.cumsum(-1) - 1
+    req, head, slot = (differs & (place < slots.shape[2])).nonzero(as_tuple=True)
+    to = place[req, head, slot]
+    slots.fill_(-1)
+    slots[req, head, to] = slot.int()
+    for out, sets in ((k, k_res), (v, v_res)):
+        out[req, head, to] = sets[index[req], slot, head]
+    sent[index[req], head, slot] = now[req, head, slot]
 
 
 def put_changed_rows(
@@ -78,15 +86,16 @@ def put_changed_rows(
         As there; slots are distinct within a head.
     k_res, v_res : torch.Tensor
         As there. Written.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
     """
     _check(Dims(), k_res, v_res, rows, slots, k, v)
-    run = resolve("changed_rows", "put_changed_rows", k_res.device)
-    run(slots, k, v, rows, k_res, v_res)
+    if uses_triton(k_res.device):
+        from tandemkv.kernels.triton_ops.changed_rows import put_changed_rows as on_gpu
+
+        return on_gpu(slots, k, v, rows, k_res, v_res)
+    req, head, place = (slots >= 0).nonzero(as_tuple=True)
+    slot, row = slots[req, head, place].long(), rows.long()[req]
+    for sets, found in ((k_res, k), (v_res, v)):
+        sets[row, slot, head] = found[req, head, place]
 
 
 def _check(

@@ -21,42 +21,20 @@ BOOL = (torch.bool,)
 
 
 def fail(name: str, value: object, requirement: str) -> NoReturn:
-    """Raise the `ValueError` of a bad argument.
-
-    `requirement` completes "must be ...".
-
-    Raises
-    ------
-    ValueError
-        Always.
-    """
+    """Raise the `ValueError` of a bad argument; `requirement` completes "must be ..."."""
     message = f"{name}={value}: must be {requirement}"
     raise ValueError(message)
 
 
 def check_int(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
-    """Require a host integer in ``[minimum, maximum]``.
-
-    Both bounds are inclusive; there is no upper one if `maximum` is None.
-
-    Raises
-    ------
-    ValueError
-        If `value` is outside the bounds.
-    """
+    """Raise `ValueError` unless a host integer is in ``[minimum, maximum]``, both included."""
     if value < minimum or (maximum is not None and value > maximum):
         upper = "" if maximum is None else f" and <= {maximum}"
         fail(name, value, f">= {minimum}{upper}")
 
 
 def check_counts(**values: int) -> None:
-    """Require host integers that are not negative.
-
-    Raises
-    ------
-    ValueError
-        Naming the first that is.
-    """
+    """Raise `ValueError` unless no host integer is negative."""
     for name, value in values.items():
         check_int(name, value, minimum=0)
 
@@ -79,14 +57,9 @@ class Dims:
     def check(
         self, name: str, tensor: torch.Tensor, layout: str, dtypes: tuple[torch.dtype, ...]
     ) -> None:
-        """Require a layout, one of several dtypes, and the common device.
+        """Raise `ValueError` unless a tensor has a layout, one of `dtypes`, and the common device.
 
-        `layout` names the dimensions, separated by blanks; `dtypes` are accepted.
-
-        Raises
-        ------
-        ValueError
-            If any of the three does not hold.
+        `layout` names the dimensions, separated by blanks.
         """
         dims = layout.split()
         shape = tensor.shape
@@ -103,15 +76,7 @@ class Dims:
             fail(f"{name}.device", tensor.device, f"{self._device}, as the other arguments")
 
     def check_groups(self, num_qo_heads: str, num_kv_heads: str) -> None:
-        """Require that query heads divide evenly among KV heads.
-
-        The two dimensions are bound already.
-
-        Raises
-        ------
-        ValueError
-            If they do not.
-        """
+        """Raise `ValueError` unless query heads divide evenly among KV heads, both bound."""
         query, key = self[num_qo_heads], self[num_kv_heads]
         if key == 0 or query % key:
             fail("num_qo_heads", query, f"a multiple of num_kv_heads={key} > 0")

@@ -1,47 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the implementation of an operation by device."""
+"""Whether an operation runs in Triton or in plain torch."""
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from contextvars import ContextVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
-_REFERENCE = "tandemkv.kernels.reference"
-_ON_GPU = "tandemkv.kernels.triton_ops"
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_is_plain = ContextVar("is_plain", default=False)
 
 
-@cache
-def _resolve(module: str, function: str, device_type: str) -> Callable[..., Any]:
-    if device_type == "cuda" and find_spec(f"{_ON_GPU}.{module}") is not None:
-        found: Callable[..., Any] | None = getattr(
-            import_module(f"{_ON_GPU}.{module}"), function, None
-        )
-        if found is not None:
-            return found
-    reference: Callable[..., Any] = getattr(import_module(f"{_REFERENCE}.{module}"), function)
-    return reference
+def uses_triton(device: torch.device) -> bool:
+    """Whether an operation on `device` that `triton_ops` has is launched there.
 
-
-def resolve(module: str, function: str, device: torch.device) -> Callable[..., Any]:
-    """Return the implementation of an operation for a device.
-
-    ``cuda`` takes ``triton_ops`` where it has the function; everything else takes ``reference``.
-
-    Returns
-    -------
-    callable
-        With the signature of the public function. Its ``__module__`` tells
-        which of them it is.
-
-    Raises
-    ------
-    ImportError
-        If ``triton_ops`` has the operation and Triton is not installed: the
-        reference is no silent substitute for it.
-    AttributeError
-        If there is no such operation.
+    If Triton is not installed the import fails: plain torch is no silent substitute.
     """
-    return _resolve(module, function, device.type)
+    return device.type == "cuda" and not _is_plain.get()
+
+
+def plain(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` in plain torch wherever its tensors are: what kernels are compared with."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = _is_plain.set(True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _is_plain.reset(before)
+
+    return run

@@ -16,7 +16,7 @@ from tandemkv.kernels.check import (
     check_int,
     fail,
 )
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
 from tandemkv.kernels.samples import check_num_samples
 
 
@@ -76,13 +76,6 @@ def exchange_rows(
         Tokens per page, ``>= 1``. With 1, `slots` holds the slot of each position.
     weights : SampleWeights, optional
         Copied too, bit by bit, also where nothing is fetched.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype, device or `page_size` differs from the above.
-    IndexError, RuntimeError
-        On CPU, if a page, slot or row is out of range.
     """
     check_int("page_size", page_size, minimum=1)
     dims = Dims()
@@ -97,6 +90,29 @@ def exchange_rows(
     dims.check("rows", rows, "num_reqs", INTS)
     if weights is not None:
         weights.check(dims)
-    run = resolve("exchange", "exchange_rows", k_pool.device)
-    sets = k_res, v_res, rows
-    run(k_pool, v_pool, slots, fetch_pos, fetch_slot, *sets, page_size=page_size, weights=weights)
+    if uses_triton(k_pool.device):
+        from tandemkv.kernels.triton_ops.exchange import exchange_rows as on_gpu
+
+        return on_gpu(
+            k_pool, v_pool, slots, fetch_pos, fetch_slot, k_res, v_res, rows, page_size=page_size,
+            weights=weights,
+        )  # fmt: skip
+    is_copied = (fetch_pos >= 0) & (fetch_slot >= 0)
+    if weights is not None:
+        chosen = rows.long()[weights.active]
+        weights.target[chosen] = weights.source[chosen]
+    if not bool(is_copied.any()):
+        return
+    req, head, place = torch.nonzero(is_copied, as_tuple=True)
+    to = fetch_slot[req, head, place].long()
+    source = _slot_of(slots, fetch_pos, page_size)[req, head, place]
+    row = rows.long()[req]
+    k_res[row, to, head] = k_pool[source, head]
+    v_res[row, to, head] = v_pool[source, head]
+
+
+def _slot_of(slots: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return the slots of positions ``[num_reqs, num_kv_heads, n]``, int64; of padding, any."""
+    places = positions.clamp(min=0).long()
+    page = slots.gather(1, (places // page_size).view(slots.shape[0], -1)).long()
+    return page.view_as(places) * page_size + places % page_size

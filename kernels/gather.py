@@ -4,7 +4,7 @@
 import torch
 
 from tandemkv.kernels.check import INT8, INTS, KV_FLOATS, Dims, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
 
 
 def gather_tokens(
@@ -26,21 +26,14 @@ def gather_tokens(
     k_out, v_out : torch.Tensor
         ``[num_tokens, num_kv_heads, head_dim]``, dtype of the pools, dense. Written.
 
-    Raises
-    ------
-    ValueError
-        If a shape, stride, dtype or device differs from the above.
-    IndexError, RuntimeError
-        On CPU, if a slot is out of range.
-
     Notes
     -----
     Asynchronous on the current stream. On a GPU it is made for reading over NVLink: few programs
     with many bytes under way, so that kernels beside it keep most of the GPU.
     """
-    dims, pool = Dims(), "num_pool_slots num_kv_heads head_dim"
-    dims.check("k_pool", k_pool, pool, KV_FLOATS + INT8)
-    dims.check("v_pool", v_pool, pool, (k_pool.dtype,))
+    dims, layout = Dims(), "num_pool_slots num_kv_heads head_dim"
+    dims.check("k_pool", k_pool, layout, KV_FLOATS + INT8)
+    dims.check("v_pool", v_pool, layout, (k_pool.dtype,))
     dims.check("slots", slots, "num_tokens", INTS)
     dims.check("k_out", k_out, "num_tokens num_kv_heads head_dim", (k_pool.dtype,))
     dims.check("v_out", v_out, "num_tokens num_kv_heads head_dim", (k_pool.dtype,))
@@ -48,4 +41,9 @@ def gather_tokens(
     for name, tensor in given.items():
         if not tensor.is_contiguous():
             fail(f"{name}.stride()", tensor.stride(), "dense")
-    resolve("gather", "gather_tokens", k_pool.device)(k_pool, v_pool, slots, k_out, v_out)
+    if uses_triton(k_pool.device):
+        from tandemkv.kernels.triton_ops.gather import gather_tokens as on_gpu
+
+        return on_gpu(k_pool, v_pool, slots, k_out, v_out)
+    for pool, out in ((k_pool, k_out), (v_pool, v_out)):
+        out.view(torch.uint8).copy_(pool.view(torch.uint8)[slots.long()])

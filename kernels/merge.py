@@ -4,7 +4,6 @@
 import torch
 
 from tandemkv.kernels.check import FLOAT32, FLOATS, Dims
-from tandemkv.kernels.dispatch import resolve
 
 
 def merge_attention(
@@ -17,9 +16,8 @@ def merge_attention(
     out_a, out_b : torch.Tensor
         ``[num_reqs, num_qo_heads, head_dim]``, float.
     lse_a, lse_b : torch.Tensor
-        ``[num_reqs, num_qo_heads]``, float32. Natural-log log-sum-exp of the
-        scaled logits; ``-inf`` for an empty set, whose output then has no
-        influence, NaN included.
+        ``[num_reqs, num_qo_heads]``, float32. Natural-log log-sum-exp of the scaled logits;
+        ``-inf`` for an empty set, whose output then has no influence, NaN included.
 
     Returns
     -------
@@ -33,6 +31,13 @@ def merge_attention(
     dims.check("lse_a", lse_a, "num_reqs num_qo_heads", FLOAT32)
     dims.check("out_b", out_b, "num_reqs num_qo_heads head_dim", FLOATS)
     dims.check("lse_b", lse_b, "num_reqs num_qo_heads", FLOAT32)
-    run = resolve("merge", "merge_attention", out_a.device)
-    result: tuple[torch.Tensor, torch.Tensor] = run(out_a, lse_a, out_b, lse_b)
-    return result
+    lse = torch.logaddexp(lse_a, lse_b)
+    out = _weigh(out_a, lse_a, lse_b) + _weigh(out_b, lse_b, lse_a)
+    return out.to(out_a.dtype), lse
+
+
+def _weigh(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    is_empty = lse == float("-inf")
+    # Not relative to the sum of both, whose rounding is of the size of large `lse` themselves.
+    weight = torch.sigmoid(lse - other).unsqueeze(-1)
+    return (out.float() * weight).masked_fill_(is_empty.unsqueeze(-1), 0.0)

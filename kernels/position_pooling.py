@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Max pooling of scores over positions; called by selection policies."""
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 from tandemkv.kernels.check import FLOAT32, Dims, check_int, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
 
 MAX_REACH = 31
 
@@ -29,10 +32,6 @@ def pool_positions(scores: torch.Tensor, before: int, after: int) -> torch.Tenso
         As `scores`, ``-inf`` where a position is no candidate, for itself or its neighbours.
         `scores` itself where no other position counts.
 
-    Notes
-    -----
-    On a GPU one launch, asynchronous and CUDA-graph safe.
-
     References
     ----------
     With `before` equal to `after` the pooling of SnapKV (arXiv:2404.14469, section 4.2) with
@@ -45,18 +44,18 @@ def pool_positions(scores: torch.Tensor, before: int, after: int) -> torch.Tenso
         return scores
     if scores.stride(2) != 1:
         fail("scores.stride(2)", scores.stride(2), "1")
-    run = resolve("position_pooling", "pool_positions", scores.device)
-    pooled: torch.Tensor = run(scores, before, after)
-    return pooled
+    if uses_triton(scores.device):
+        from tandemkv.kernels.triton_ops.position_pooling import pool_positions as on_gpu
+
+        return on_gpu(scores, before, after)
+    is_candidate = scores > -math.inf
+    own = torch.where(is_candidate, scores, -math.inf)
+    padded = F.pad(own, (before, after), value=-math.inf)
+    pooled = F.max_pool1d(padded, kernel_size=before + 1 + after, stride=1)
+    return torch.where(is_candidate, pooled, -math.inf)
 
 
 def check_reach(before: int, after: int) -> None:
-    """Refuse what `pool_positions` does.
-
-    Raises
-    ------
-    ValueError
-        If one of them is not between 0 and `MAX_REACH`.
-    """
+    """Raise `ValueError` unless both are between 0 and `MAX_REACH`."""
     check_int("before", before, minimum=0, maximum=MAX_REACH)
     check_int("after", after, minimum=0, maximum=MAX_REACH)

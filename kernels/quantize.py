@@ -10,9 +10,13 @@ in a completed page are not in the index).
 import torch
 
 from tandemkv.kernels.check import INT8, INTS, KV_FLOATS, Dims, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
+from tandemkv.kernels.paging import rows_at
 
 _UINT8, _FLOAT16 = (torch.uint8,), (torch.float16,)
+_MAX, _MAX_INT4 = 127, 15
+# The smallest normal float: zero tokens get a scale that divides safely.
+_MIN_SCALE = torch.finfo(torch.float32).tiny
 
 
 def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,7 +25,7 @@ def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Parameters
     ----------
     k : torch.Tensor
-        ``[num_tokens, num_kv_heads, head_dim]``, float or float8_e4m3fn, finite.
+        ``[num_tokens, num_kv_heads, head_dim]``, float or float8_e4m3fn, finite (not checked).
 
     Returns
     -------
@@ -30,16 +34,13 @@ def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale : torch.Tensor
         ``[num_tokens, num_kv_heads]``, float32, ``> 0``:
         ``quantized * scale`` is within ``scale / 2`` of `k`.
-
-    Raises
-    ------
-    ValueError
-        If `k` differs from the above, finiteness aside, which is not checked.
     """
     dims = Dims()
     dims.check("k", k, "num_tokens num_kv_heads head_dim", KV_FLOATS)
-    result: tuple[torch.Tensor, torch.Tensor] = resolve("quantize", "quantize_int8", k.device)(k)
-    return result
+    wide = k.float()
+    scale = (wide.abs().amax(dim=-1) / _MAX).clamp_(min=_MIN_SCALE)
+    quantized = torch.round(wide / scale.unsqueeze(-1)).clamp_(-_MAX, _MAX)
+    return quantized.to(torch.int8), scale
 
 
 def append_int8(
@@ -63,7 +64,12 @@ def append_int8(
     dims.check("slots", slots, "num_tokens", INTS)
     dims.check("codes", codes, "num_slots num_kv_heads head_dim", INT8)
     dims.check("scale", scale, "num_slots num_kv_heads", (torch.float32,))
-    resolve("quantize", "append_int8", k_pool.device)(k_pool, slots, codes, scale)
+    if uses_triton(k_pool.device):
+        from tandemkv.kernels.triton_ops.quantize import append_int8 as on_gpu
+
+        return on_gpu(k_pool, slots, codes, scale)
+    slots = slots[slots >= 0].long()
+    codes[slots], scale[slots] = quantize_int8(rows_at(k_pool, slots))
 
 
 def _check_int4(
@@ -92,20 +98,33 @@ def quantize_int4_pages(
         ``[n]``, int32 or int64. Pages to quantize; negative ones are skipped.
         The range is not checked on a GPU.
     codes : torch.Tensor
-        ``[num_pages, num_kv_heads, page_size, head_dim // 2]``, uint8, written
-        at `pages`: channel c in the low nibble of byte c, channel
-        ``c + head_dim // 2`` in its high nibble, so that either nibble of a row
-        of bytes is a row of neighbouring channels.
+        ``[num_pages, num_kv_heads, page_size, head_dim // 2]``, uint8, written at `pages`: channel
+        c in the low nibble of byte c, channel ``c + head_dim // 2`` in its high nibble, so that
+        either nibble of a row of bytes is a row of neighbouring channels.
     scales : torch.Tensor
-        ``[num_pages, num_kv_heads, 2, head_dim]``, float16, written at `pages`:
-        scale, then zero. A key is about ``code * scale + zero``: within
-        ``scale / 2``, and within 2**-10 of the page's largest magnitude in that
-        channel more, which is the rounding of scale and zero themselves.
+        ``[num_pages, num_kv_heads, 2, head_dim]``, float16, written at `pages`: scale, then zero. A
+        key is about ``code * scale + zero``: within ``scale / 2``, and within 2**-10 of the page's
+        largest magnitude in that channel more, which is the rounding of scale and zero themselves.
     """
     dims = Dims()
     _check_int4(dims, k_pool, codes, scales)
     dims.check("pages", pages, "num_quantized", INTS)
-    resolve("quantize", "quantize_int4_pages", k_pool.device)(k_pool, pages, codes, scales)
+    if uses_triton(k_pool.device):
+        from tandemkv.kernels.triton_ops.quantize import quantize_int4_pages as on_gpu
+
+        return on_gpu(k_pool, pages, codes, scales)
+    pages = pages[pages >= 0].long()
+    num_pages, num_heads, page_size, half = codes.shape
+    keys = k_pool.view(num_pages, page_size, num_heads, 2 * half)[pages].float()
+    low, high = keys.amin(dim=1), keys.amax(dim=1)  # [n, H, D]
+    step = ((high - low) / _MAX_INT4).half()
+    zero = low.half()
+    divisor = torch.where(step > 0, step.float(), 1.0)
+    shifted = keys - zero.float().unsqueeze(1)
+    rounded = torch.round(shifted / divisor.unsqueeze(1)).clamp_(0, _MAX_INT4)
+    code = torch.where((step > 0).unsqueeze(1), rounded, 0.0).to(torch.uint8).transpose(1, 2)
+    codes[pages] = code[..., :half] | (code[..., half:] << 4)
+    scales[pages] = torch.stack([step, zero], dim=2)
 
 
 def append_int4(
@@ -124,14 +143,12 @@ def append_int4(
     page_table : torch.Tensor
         ``[num_reqs, max_pages]``, int32 or int64: pages of each request.
     lengths : torch.Tensor
-        ``[num_reqs]``, int32 or int64: tokens of each request, the new ones
-        included. If a length is a positive multiple of the page size, its last
-        page is quantized; else nothing happens.
+        ``[num_reqs]``, int32 or int64: tokens of each request, the new ones included. If a length
+        is a positive multiple of the page size, its last page is quantized; else nothing happens.
 
     Notes
     -----
-    One launch a layer, without host sync: CUDA-graph safe. A page is in the
-    index from the step that completes it, so candidates must end at or before
+    A page is in the index from the step that completes it, so candidates must end at or before
     the last completed page: recent tokens, which are attended to anyway, must
     be at least `page_size`. Several tokens a step would jump over a boundary:
     quantize those pages with `quantize_int4_pages`.
@@ -140,5 +157,11 @@ def append_int4(
     _check_int4(dims, k_pool, codes, scales)
     dims.check("page_table", page_table, "num_reqs max_pages", INTS)
     dims.check("lengths", lengths, "num_reqs", INTS)
-    run = resolve("quantize", "append_int4", k_pool.device)
-    run(k_pool, page_table, lengths, codes, scales)
+    if uses_triton(k_pool.device):
+        from tandemkv.kernels.triton_ops.quantize import append_int4 as on_gpu
+
+        return on_gpu(k_pool, page_table, lengths, codes, scales)
+    page_size = codes.shape[2]
+    is_full = (lengths > 0) & (lengths % page_size == 0)
+    last = (lengths.long() // page_size - 1)[is_full]
+    quantize_int4_pages(k_pool, page_table[is_full].gather(1, last[:, None])[:, 0], codes, scales)

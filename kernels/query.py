@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.kernels.check import FLOAT32, FLOATS, INT8, INTS, Dims, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
 from tandemkv.kernels.quantize import quantize_int8
 
 _ROWS = 512
@@ -76,11 +76,6 @@ def predict_query(
     torch.Tensor
         ``[num_tokens, num_qo_heads, head_dim]``, of the dtype of `hidden`.
 
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above, or an int8 weight has no scale or another one has.
-
     Notes
     -----
     On a GPU all tensors must be dense in their last dimension. The products of hidden values and
@@ -97,9 +92,29 @@ def predict_query(
     if dims["rotary_dim"] % 2 or not 0 < dims["rotary_dim"] <= weights.head_dim:
         required = f"[num_positions, rotary_dim], even and {weights.head_dim} at most"
         fail("cos_sin.shape", tuple(cos_sin.shape), required)
-    run = resolve("query", "predict_query", hidden.device)
-    query: torch.Tensor = run(hidden, positions, weights, cos_sin)
-    return query
+    if uses_triton(hidden.device):
+        from tandemkv.kernels.triton_ops.query import predict_query as on_gpu
+
+        return on_gpu(hidden, positions, weights, cos_sin)
+    normed = hidden
+    if weights.norm is not None:
+        # Rounded once before the product, which is then no slower than the model's own.
+        normed = _normed(hidden.float(), weights.norm, weights.norm_eps).to(hidden.dtype)
+    if weights.weight_scale is None:
+        query = torch.nn.functional.linear(normed, weights.weight).float()
+    else:  # In float32: sums of codes may be more than a float16 holds.
+        query = torch.nn.functional.linear(normed.float(), weights.weight.float())
+        query = query * weights.weight_scale
+    if weights.bias is not None:
+        query = query + weights.bias.float()
+    if weights.query_norm is not None:
+        query = query.view(len(hidden), -1, len(weights.query_norm))
+        query = _normed(query, weights.query_norm, weights.query_norm_eps)
+    query = query.reshape(len(hidden), len(weights.weight) // weights.head_dim, weights.head_dim)
+    angles = cos_sin[positions.long().clamp(0, len(cos_sin) - 1)].float()[:, None]
+    turned, rest = query[..., : cos_sin.shape[1]], query[..., cos_sin.shape[1] :]
+    rotated = _rotated(turned, angles, neighbours=weights.rotates_neighbours)
+    return torch.cat((rotated, rest), dim=-1).to(hidden.dtype)
 
 
 def _check_weights(dims: Dims, weights: QueryWeights, dtype: torch.dtype) -> None:
@@ -134,7 +149,7 @@ def quantize_query_weight(
     Parameters
     ----------
     weight : torch.Tensor
-        ``[num_qo_heads * head_dim, hidden_size]``, float, finite, on any device.
+        ``[num_qo_heads * head_dim, hidden_size]``, float, finite (not checked), on any device.
     device : torch.device
         Of the result; what is worked out, too, is worked out there, some rows at a time.
 
@@ -145,11 +160,6 @@ def quantize_query_weight(
     scale : torch.Tensor
         ``[num_qo_heads * head_dim]``, float32, ``> 0``: ``quantized * scale[:, None]`` is within
         ``scale / 2`` of `weight`.
-
-    Raises
-    ------
-    ValueError
-        If `weight` differs from the above, finiteness aside, which is not checked.
     """
     Dims().check("weight", weight, "width hidden_size", FLOATS)
     quantized = torch.empty(weight.shape, dtype=torch.int8, device=device)
@@ -160,3 +170,17 @@ def quantize_query_weight(
         codes, scales = quantize_int8(weight[rows].to(device)[:, None])
         quantized[rows], scale[rows] = codes[:, 0], scales[:, 0]
     return quantized, scale
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
+
+
+def _rotated(query: torch.Tensor, angles: torch.Tensor, *, neighbours: bool) -> torch.Tensor:
+    cos, sin = angles.chunk(2, dim=-1)
+    if neighbours:
+        first, second = query[..., ::2], query[..., 1::2]
+    else:
+        first, second = query.chunk(2, dim=-1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    return torch.stack(parts, dim=-1).flatten(-2) if neighbours else torch.cat(parts, dim=-1)

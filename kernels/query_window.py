@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 
 from tandemkv.kernels.check import FLOAT32, FLOATS, INT64, INTS, Dims, check_int, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
 
 NORMALISATIONS = ("softmax", "none")
 PREDICTIONS = ("ridge", "mean")
 # W x W systems for all W sizes lie in the registers of one program.
 MAX_RIDGE_WINDOW = 16
+MIN_EPS = 1e-6
 
 
 def _check_window(window: torch.Tensor, count: torch.Tensor) -> None:
@@ -52,8 +53,9 @@ def mean_predict(window: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         ``[..., D]``, as `window`.
     """
     _check_window(window, count)
-    mean: torch.Tensor = resolve("query_window", "mean_predict", window.device)(window, count)
-    return mean
+    there = _is_there(window, count)
+    kept = torch.where(there.unsqueeze(-1), window, 0)
+    return kept.sum(-2) / there.sum(-1, keepdim=True)
 
 
 def ridge_predict(
@@ -97,9 +99,34 @@ def ridge_predict(
     """
     _check_window(window, count)
     _check_ridge(eps, sign, normalise)
-    run = resolve("query_window", "ridge_predict", window.device)
-    predicted: torch.Tensor = run(window, count, eps=eps, sign=sign, normalise=normalise)
-    return predicted
+    there = _is_there(window, count)
+    kept = torch.where(there.unsqueeze(-1), window, 0)
+    past, newest = kept[..., :-1, :], kept[..., -1, :]
+    size = past.shape[-2]
+    gram = past @ past.transpose(-1, -2)  # [..., W, W]
+    target = (past @ newest.unsqueeze(-1)).squeeze(-1)  # [..., W]
+
+    # One batch of all sizes: what is outside the last k gets an identity row, hence weight 0.
+    sizes = torch.arange(1, size + 1, device=window.device)
+    inside = torch.arange(size, device=window.device) >= size - sizes[:, None]  # [k, W]
+    pairs = inside.unsqueeze(-1) & inside.unsqueeze(-2)
+    diagonal = torch.where(inside, gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2), 0)
+    ridge = diagonal.sum(-1) / sizes * max(eps, MIN_EPS) + torch.finfo(gram.dtype).tiny
+    system = torch.where(pairs, gram.unsqueeze(-3), 0)
+    on_diagonal = torch.where(inside, ridge.unsqueeze(-1), 1)
+    system = system + torch.diag_embed(on_diagonal)
+    right = torch.where(inside, target.unsqueeze(-2), 0)
+    factor, _ = torch.linalg.cholesky_ex(system)
+    weights = torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)  # [..., k, W]
+    if normalise == "softmax":
+        weights = torch.softmax((sign * weights).masked_fill(~inside, float("-inf")), dim=-1)
+
+    predictions = weights @ kept[..., 1:, :]  # [..., k, D]
+    usable = sizes < count.unsqueeze(-1)
+    usable = usable & torch.isfinite(predictions).all(-1)
+    total = torch.where(usable.unsqueeze(-1), predictions, 0).sum(-2)
+    number = usable.sum(-1, keepdim=True)
+    return torch.where(number > 0, total / number.clamp(min=1), newest)
 
 
 def push_and_predict(
@@ -174,12 +201,29 @@ def push_and_predict(
     check_int("windows.shape[1] - 2", dims["places"] - 2, minimum=1, maximum=largest)
     _check_angles(dims, cos, sin)
     _check_ridge(eps, sign, normalise)
-    run = resolve("query_window", "push_and_predict", query.device)
-    options = {"cos": cos, "sin": sin, "eps": eps, "sign": sign, "normalise": normalise}
-    predicted: torch.Tensor = run(
-        query, rows, positions, windows, starts, prediction=prediction, **options
-    )
-    return predicted
+    if uses_triton(query.device):
+        from tandemkv.kernels.triton_ops.query_window import push_and_predict as on_gpu
+
+        return on_gpu(
+            query, rows, positions, windows, starts, prediction=prediction, cos=cos, sin=sin,
+            eps=eps, sign=sign, normalise=normalise,
+        )  # fmt: skip
+    places = windows.shape[1]
+    size = places - 1
+    windows[rows, positions % places] = query.to(windows.dtype)
+    ages = torch.arange(size - 1, -1, -1, device=query.device)  # newest last
+    at = positions[:, None] - ages
+    window = windows[rows[:, None], at % places].float()  # [B, W + 1, Hq, D]
+    count = (positions - starts[rows] + 1).clamp(1, size)
+    if cos is not None and sin is not None:
+        cos, sin = cos[ages].unsqueeze(1), sin[ages].unsqueeze(1)  # [W + 1, 1, D / 2]
+        first, second = window.chunk(2, dim=-1)
+        window = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    window = window.transpose(1, 2)
+    counts = count[:, None].expand(window.shape[:2])
+    if prediction == "mean":
+        return mean_predict(window, counts)
+    return ridge_predict(window, counts, eps=eps, sign=sign, normalise=normalise)
 
 
 def _check_angles(dims: Dims, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
@@ -192,3 +236,8 @@ def _check_angles(dims: Dims, cos: torch.Tensor | None, sin: torch.Tensor | None
             fail("cos.shape", tuple(cos.shape), f"[W + 1, head_dim / 2 = {dims['head_dim'] / 2:g}]")
         if not (cos.is_contiguous() and sin.is_contiguous()):
             fail("cos.stride", cos.stride(), "contiguous, and sin too")
+
+
+def _is_there(window: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    size = window.shape[-2]
+    return torch.arange(size, device=window.device) >= size - count.unsqueeze(-1)

@@ -31,8 +31,9 @@ from tandemkv.kernels.check import (
     check_int,
     fail,
 )
-from tandemkv.kernels.dispatch import resolve
-from tandemkv.kernels.reference.samples import sample_offsets as sample_offsets
+from tandemkv.kernels.dispatch import uses_triton
+from tandemkv.kernels.paging import rows_at
+from tandemkv.kernels.slot_rules import latest_slots
 
 MOST_SAMPLES = 1024
 SPLIT_SAMPLES = 64
@@ -40,34 +41,20 @@ SPLIT_SAMPLES = 64
 
 
 class SampleScratch(NamedTuple):
-    """What `attend_samples` works in on a GPU, from `make_sample_scratch`.
-
-    Attributes
-    ----------
-    parts : torch.Tensor
-        ``[num_reqs, num_qo_heads, num_splits, head_dim + 2]``, float32: of each split the sum, the
-        largest logit and the softmax's denominator.
-    arrived : torch.Tensor
-        ``[num_reqs, num_kv_heads]``, int32: splits that are done, 0 between calls.
-    """
+    """What `attend_samples` works in on a GPU, from `make_sample_scratch`."""
 
     parts: torch.Tensor
+    """``[num_reqs, num_qo_heads, num_splits, head_dim + 2]``, float32: of each split the sum, the
+    largest logit and the softmax's denominator."""
     arrived: torch.Tensor
+    """``[num_reqs, num_kv_heads]``, int32: splits that are done, 0 between calls."""
 
 
 def make_sample_scratch(
     num_reqs: int, num_qo_heads: int, num_kv_heads: int, num_samples: int, head_dim: int,
     device: torch.device | str,
 ) -> SampleScratch:  # fmt: skip
-    """Allocate what `attend_samples` works in on a GPU, to be shared by calls of one stream.
-
-    Parameters
-    ----------
-    num_reqs, num_qo_heads, num_kv_heads, num_samples, head_dim : int
-        The largest of the calls that use it.
-    device : torch.device or str
-        Theirs.
-    """
+    """Allocate what `attend_samples` works in on a GPU, for the largest call of one stream."""
     splits = -(-num_samples // SPLIT_SAMPLES)
     return SampleScratch(
         torch.empty((num_reqs, num_qo_heads, splits, head_dim + 2), device=device),
@@ -76,13 +63,7 @@ def make_sample_scratch(
 
 
 def check_num_samples(num_samples: int) -> None:
-    """Refuse what cannot be spaced evenly.
-
-    Raises
-    ------
-    ValueError
-        If `num_samples` is odd or out of ``[2, MOST_SAMPLES]``.
-    """
+    """Raise `ValueError` if `num_samples` is odd or out of ``[2, MOST_SAMPLES]``."""
     if num_samples % 2 or not 2 <= num_samples <= MOST_SAMPLES:
         fail("num_samples", num_samples, f"even, 2 to {MOST_SAMPLES}")
 
@@ -122,9 +103,14 @@ def load_sample_slots(
     check_num_samples(dims["num_samples"])
     check_int("num_sink", num_sink, minimum=0)
     check_int("num_recent", num_recent, minimum=1)
-    resolve("samples", "load_sample_slots", rows.device)(
-        rows, lengths, req_to_token, slots, num_sink=num_sink, num_recent=num_recent
-    )
+    if uses_triton(rows.device):
+        from tandemkv.kernels.triton_ops.samples import load_sample_slots as on_gpu
+
+        return on_gpu(rows, lengths, req_to_token, slots, num_sink=num_sink, num_recent=num_recent)
+    count = (lengths.long() - num_recent - num_sink).clamp(min=0)
+    offsets, _ = sample_offsets(count, slots.shape[1])
+    found = req_to_token[rows.long()[:, None], (offsets + num_sink).clamp(min=0)]
+    slots[: len(rows)] = torch.where(offsets >= 0, found, 0).to(torch.int32)
 
 
 def load_sample_moves(
@@ -162,10 +148,22 @@ def load_sample_moves(
     check_num_samples(num_samples)
     check_counts(num_sink=num_sink, num_resident=num_resident, num_dense=num_dense)
     check_int("num_recent", num_recent, minimum=1)
-    resolve("samples", "load_sample_moves", lengths.device)(
-        lengths, moves, sources, num_samples=num_samples, num_sink=num_sink,
-        num_resident=num_resident, num_recent=num_recent, num_dense=num_dense,
-    )  # fmt: skip
+    if uses_triton(lengths.device):
+        from tandemkv.kernels.triton_ops.samples import load_sample_moves as on_gpu
+
+        return on_gpu(
+            lengths, moves, sources, num_samples=num_samples, num_sink=num_sink,
+            num_resident=num_resident, num_recent=num_recent, num_dense=num_dense,
+        )  # fmt: skip
+    size, position = len(lengths), lengths.long() - num_recent - 1
+    count = (position + 1 - num_sink).clamp(min=0)
+    offsets, _ = sample_offsets(count, num_samples)
+    is_newest = (offsets == count[:, None] - 1) & (count[:, None] > 0)
+    index = torch.arange(num_samples, device=lengths.device)
+    moves[:size] = torch.where(is_newest, index, -1).amax(-1)
+    sources[:size] = latest_slots(
+        position, lengths <= num_dense, num_resident=num_resident, num_recent=num_recent
+    )
 
 
 def attend_samples(
@@ -228,7 +226,94 @@ def attend_samples(
     dims.check("lse", lse, "num_reqs num_qo_heads", FLOAT32)
     if not out.is_contiguous():
         fail("out.stride()", out.stride(), "contiguous")
-    resolve("samples", "attend_samples", q.device)(
-        q, k_pool, v_pool, slots, rows, log_weight, active, out, lse, scale=scale,
-        lse_unit=lse_unit, scratch=scratch,
-    )  # fmt: skip
+    if uses_triton(q.device):
+        from tandemkv.kernels.triton_ops.samples import attend_samples as on_gpu
+
+        return on_gpu(
+            q, k_pool, v_pool, slots, rows, log_weight, active, out, lse, scale=scale,
+            lse_unit=lse_unit, scratch=scratch,
+        )  # fmt: skip
+    num_heads = k_pool.shape[1]
+    for req in active.nonzero()[:, 0].tolist():
+        weight = log_weight[int(rows[req])]
+        is_counted = weight > float("-inf")  # [H, S]
+        index = slots[req].long()
+        k, v = (rows_at(pool, index).float().transpose(0, 1) for pool in (k_pool, v_pool))
+        v = v.masked_fill(~is_counted[..., None], 0.0)
+        grouped = q[req].float().view(num_heads, -1, q.shape[-1])
+        logits = torch.bmm(grouped, k.transpose(1, 2)) * scale + weight[:, None]
+        logits = logits.masked_fill(~is_counted[:, None], float("-inf"))
+        rest = (lse[req] * lse_unit).view(num_heads, -1, 1)
+        joint = torch.cat([rest, logits], dim=-1)
+        probs = joint.softmax(-1)
+        before = out[req].float().view_as(grouped).masked_fill(rest.isneginf(), 0.0)
+        merged = probs[..., :1] * before + torch.bmm(probs[..., 1:], v)
+        is_any = is_counted.any(-1)[:, None, None]
+        out[req] = torch.where(is_any, merged, before).view_as(out[req]).to(out.dtype)
+
+
+def sample_offsets(
+    num_candidates: torch.Tensor, num_samples: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which candidates are samples, and how many of them each stands for.
+
+    Parameters
+    ----------
+    num_candidates : torch.Tensor
+        ``[...]``, int32 or int64.
+    num_samples : int
+        Even.
+
+    Returns
+    -------
+    offsets : torch.Tensor
+        ``[..., num_samples]``, int64. Place of each sample among the candidates, -1 where there are
+        fewer of them.
+    spans : torch.Tensor
+        Likewise: candidates from a sample to the next.
+    """
+    count = num_candidates.long().unsqueeze(-1)
+    offsets = torch.arange(num_samples, device=count.device).expand(*count.shape[:-1], -1)
+    stride, top = 1, torch.ones_like(count)
+    while bool((num_samples * stride < count).any()):
+        is_reached = num_samples * stride < count
+        top = torch.where(is_reached, stride, top)
+        later = offsets + (num_samples - 1) * stride
+        moves = is_reached & (offsets & stride != 0) & (later < count)
+        offsets, stride = torch.where(moves, later, offsets), 2 * stride
+    first = num_samples * top
+    is_wide = (offsets & top == 0) & ((offsets + first < count) | (offsets >= first))
+    spans = torch.where(is_wide & (num_samples < count), 2 * top, top)
+    return torch.where(offsets < count, offsets, -1), spans
+
+
+def sample_weights(
+    resident_pos: torch.Tensor, hi: torch.Tensor, num_sink: int, num_samples: int
+) -> torch.Tensor:
+    """Return the log weights of samples, given what is resident.
+
+    Parameters
+    ----------
+    resident_pos : torch.Tensor
+        ``[num_reqs, num_kv_heads, num_resident]``, int32, -1 where empty.
+    hi : torch.Tensor
+        ``[num_reqs]``. Candidates are ``[num_sink, hi)``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[num_reqs, num_kv_heads, num_samples]``, float32: of what is not resident each sample
+        that is not either has a share, in proportion to its span; ``-inf`` for the others.
+    """
+    offsets, spans = sample_offsets((hi.long() - num_sink).clamp(min=0), num_samples)
+    positions = torch.where(offsets >= 0, offsets + num_sink, -2)[:, None, :]
+    resident = resident_pos.long().sort(dim=-1).values
+    wanted = positions.expand(*resident.shape[:2], -1).contiguous()
+    place = torch.searchsorted(resident, wanted).clamp_(max=max(0, resident.shape[-1] - 1))
+    is_free = wanted >= 0
+    if resident.shape[-1]:
+        is_free = is_free & (resident.gather(-1, place) != wanted)
+    share = torch.where(is_free, spans[:, None, :], 0).float()
+    left_out = (hi[:, None].long() - (resident_pos >= 0).sum(-1)).clamp(min=0).float()
+    total = share.sum(-1, keepdim=True)
+    return torch.where(is_free, (share * (left_out[..., None] / total)).log(), float("-inf"))

@@ -32,7 +32,8 @@ from tandemkv.kernels.check import (
     check_int,
     fail,
 )
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
+from tandemkv.kernels.paging import key_logits, slots_of
 
 POOLINGS = ("softmax_mean", "max_logit", "mean_logit")
 # Tokens that share one maximum in the scratch, at least; also the smallest page of int4 keys.
@@ -40,6 +41,8 @@ MIN_TILE = 16
 # Programs of the scan for each multiprocessor of a GPU, at most: kinds of keys take a part of it.
 PROGRAMS_PER_SM = 64
 MAX_SPLITS = 256
+# Logits of a query window that plain torch holds at a time, in elements (64 MiB).
+_MAX_WINDOW_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +70,10 @@ def padded_group(group: int) -> int:
 def make_score_scratch(
     num_reqs: int, num_qo_heads: int, num_kv_heads: int, width: int, device: torch.device
 ) -> ScoreScratch:
-    """Allocate the buffers of `score_keys`.
+    """Allocate the buffers of `score_keys`, for the largest call.
 
-    Parameters
-    ----------
-    num_reqs, width : int
-        Largest values that will be scored with it.
-    num_qo_heads, num_kv_heads : int
-        Heads, as they will be scored.
-    device : torch.device
-        Where.
-
-    Returns
-    -------
-    ScoreScratch
-        About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share
-        it must be ordered by one stream.
+    About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share it must be ordered by
+    one stream.
     """
     group = padded_group(num_qo_heads // num_kv_heads)
     padded_width = -(-width // 256) * 256 + 256
@@ -217,12 +208,10 @@ def score_keys(
     scale : float
         Factor of the logits, usually ``head_dim ** -0.5``.
     pooling : str
-        How a KV head's query heads are combined. ``softmax_mean``: mean of the
-        softmax over the candidates (after the softmax). ``max_logit``,
-        ``mean_logit``: of the scaled logits.
+        How a KV head's query heads are combined. ``softmax_mean``: mean of the softmax over the
+        candidates (after the softmax). ``max_logit``, ``mean_logit``: of the scaled logits.
     page_size : int
-        Tokens a page; 1 makes `slots` the slot of each position. Of int4 keys
-        their own page size.
+        Tokens a page; 1 makes `slots` the slot of each position. Of int4 keys their own page size.
     active : torch.Tensor, optional
         ``[num_reqs]``, bool or int8: the other requests have no candidates.
     out : torch.Tensor, optional
@@ -234,39 +223,54 @@ def score_keys(
     Returns
     -------
     torch.Tensor
-        `out`, or ``[num_reqs, num_kv_heads, width]``, float32, with ``-inf``
-        outside ``[lo, hi)``.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype, device, `width`, `page_size` or `pooling` differs
-        from the above; on CPU also if a range or a slot that it covers is out
-        of bounds.
+        `out`, or ``[num_reqs, num_kv_heads, width]``, float32, with ``-inf`` outside ``[lo, hi)``.
 
     Notes
     -----
-    On a GPU the last dimension of `k_pool` and of `slots` must be dense, of int4
-    scales the last two; one launch, two for ``softmax_mean``; asynchronous, no host sync;
-    the grid depends on sizes only, so a captured graph may be replayed with
-    other `lo`, `hi` and `slots` (these are not checked there). Queries are
-    rounded to the dtype that tensor cores multiply in: the keys' own for native
-    ones (float32 stays float32), float16 after division by the head's largest
-    element for quantized ones and float8_e4m3fn. No key is dequantized: an int8 scale multiplies
-    the logit; an int4 scale is folded into the query, page by page, and the
-    query times the zeros is added. Between the two passes of ``softmax_mean``
-    logits stand in float16 relative to the maximum of at most 64 tokens.
-    The reference loops over requests and reads `lo` and `hi` on the host.
+    On a GPU the last dimension of `k_pool` and of `slots` must be dense, of int4 scales the last
+    two; one launch, two for ``softmax_mean``; the grid depends on sizes only, so a captured graph
+    may be replayed with other `lo`, `hi` and `slots` (these are not checked there). Queries are
+    rounded to the dtype that tensor cores multiply in: the keys' own for native ones (float32 stays
+    float32), float16 after division by the head's largest element for quantized ones and
+    float8_e4m3fn. No key is dequantized: an int8 scale multiplies the logit; an int4 scale is
+    folded into the query, page by page, and the query times the zeros is added. Between the two
+    passes of ``softmax_mean`` logits stand in float16 relative to the maximum of at most 64 tokens.
+    In plain torch it loops over requests and reads `lo` and `hi` on the host.
     """
     dims = check_scan(q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active)
     _check_buffers(dims, width, out, scratch)
-    run = resolve("score", "score_keys", q.device)
-    options = {"k_scale": k_scale, "page_size": page_size, "active": active}
-    scores: torch.Tensor = run(
-        *(q, k_pool, slots, lo, hi), width=width, scale=scale, pooling=pooling, **options,
-        out=out, scratch=scratch,
-    )  # fmt: skip
+    if uses_triton(q.device):
+        from tandemkv.kernels.triton_ops.score import score_keys as on_gpu
+
+        return on_gpu(
+            q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+            page_size=page_size, active=active, out=out, scratch=scratch,
+        )  # fmt: skip
+    num_reqs, _, head_dim = q.shape
+    num_kv_heads = k_pool.shape[1]
+    grouped = (q.float() * scale).reshape(num_reqs, num_kv_heads, -1, head_dim)
+    scores = out
+    if scores is None:
+        scores = grouped.new_full((num_reqs, num_kv_heads, width), float("-inf"))
+    limit = min(width, slots.shape[1] * page_size)
+    if active is not None:
+        hi = torch.where(active != 0, hi, 0)
+    for req, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
+        if last <= first:
+            continue
+        if first < 0 or last > limit:
+            fail(f"[lo, hi) of request {req}", (first, last), f"in [0, {limit}] (width, max_pages)")
+        row = slots_of(slots[req], first, last, page_size)
+        logits = key_logits(grouped[req], k_pool, row, k_scale)  # [H, G, n]
+        scores[req, :, first:last] = pool_heads(logits, pooling)
     return scores
+
+
+def pool_heads(logits: torch.Tensor, pooling: str) -> torch.Tensor:
+    """Combine the query heads of each KV head, ``[H, n]`` of ``[H, G, n]``; see `score_keys`."""
+    if pooling == "max_logit":
+        return logits.amax(dim=1)
+    return (logits if pooling == "mean_logit" else logits.softmax(dim=-1)).mean(dim=1)
 
 
 def score_window(
@@ -304,26 +308,17 @@ def score_window(
     Returns
     -------
     torch.Tensor
-        ``[num_kv_heads, hi]``, float32; ``-inf`` below `lo`, 0 where no query
-        sees the position.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above; on CPU also if a slot is out of
-        bounds.
+        ``[num_kv_heads, hi]``, float32; ``-inf`` below `lo`, 0 where no query sees the position.
 
     Notes
     -----
-    On a GPU the last dimension of `k_pool` must be dense, of int4 scales the last
-    two; two launches, asynchronous, no host sync. Each reads the keys once, and
-    logits stay in registers: the first leaves the queries' sums of exponentials,
-    for a bounded number of parts, and the second the scores. Queries are rounded
-    to the dtype that tensor cores multiply in: the keys' own for native ones,
-    float16 relative to the largest element for quantized ones and float8_e4m3fn (which
-    is exact for bfloat16 queries but for what is tiny). int4 keys are dequantized to
-    float16 in registers; an int8 scale multiplies the logit. Nothing is compiled
-    again for another length of the prompt.
+    On a GPU the last dimension of `k_pool` must be dense, of int4 scales the last two; two
+    launches. Each reads the keys once, and logits stay in registers: the first leaves the queries'
+    sums of exponentials, for a bounded number of parts, and the second the scores. Queries are
+    rounded to the dtype that tensor cores multiply in: the keys' own for native ones, float16
+    relative to the largest element for quantized ones and float8_e4m3fn (which is exact for
+    bfloat16 queries but for what is tiny). int4 keys are dequantized to float16 in registers; an
+    int8 scale multiplies the logit. Nothing is compiled again for another length of the prompt.
     """
     dims = Dims()
     dims.check("q_window", q_window, "window_len num_qo_heads head_dim", FLOATS)
@@ -333,9 +328,34 @@ def score_window(
     check_int("window_len", dims["window_len"], minimum=1)
     check_int("lo", lo, minimum=0)
     check_int("hi", hi, minimum=0, maximum=dims["num_row_pages"] * page_size)
-    run = resolve("score", "score_window", q_window.device)
-    scores: torch.Tensor = run(
-        q_window, k_pool, slots_row, lo, hi, q_positions, scale=scale, k_scale=k_scale,
-        page_size=page_size,
-    )  # fmt: skip
+    if uses_triton(q_window.device):
+        from tandemkv.kernels.triton_ops.score import score_window as on_gpu
+
+        return on_gpu(
+            q_window, k_pool, slots_row, lo, hi, q_positions, scale=scale, k_scale=k_scale,
+            page_size=page_size,
+        )  # fmt: skip
+    window_len, num_qo_heads, head_dim = q_window.shape
+    num_kv_heads = k_pool.shape[1]
+    group = num_qo_heads // num_kv_heads
+    scores = k_pool.new_full((num_kv_heads, hi), float("-inf"), dtype=torch.float32)
+    if lo >= hi:
+        return scores
+    grouped = (q_window.float() * scale).reshape(window_len, num_kv_heads, group, head_dim)
+    positions = torch.arange(lo, hi, device=q_window.device)
+    total = scores.new_zeros((num_kv_heads, hi - lo))
+    row = slots_of(slots_row, lo, hi, page_size)
+    num_per_chunk = max(1, _MAX_WINDOW_LOGITS // (num_qo_heads * (hi - lo)))
+    for start in range(0, window_len, num_per_chunk):
+        part = grouped[start : start + num_per_chunk].transpose(0, 1)  # [H, w, G, D]
+        num_queries = part.shape[1]
+        logits = key_logits(part.reshape(num_kv_heads, -1, head_dim), k_pool, row, k_scale).view(
+            num_kv_heads, num_queries, group, -1
+        )
+        hidden = positions > q_positions[start : start + num_queries, None]  # [w, n]
+        logits.masked_fill_(hidden[:, None, :], float("-inf"))
+        probs = torch.softmax(logits, dim=-1)
+        probs.masked_fill_(hidden.all(dim=-1)[:, None, None], 0.0)  # the softmax of nothing
+        total += probs.sum(dim=(1, 2))
+    scores[:, lo:] = total / (window_len * group)
     return scores

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.kernels.check import Dims, check_int, fail
-from tandemkv.kernels.dispatch import resolve
-from tandemkv.kernels.position_pooling import check_reach
-from tandemkv.kernels.score import ScoreScratch, check_scan, make_score_scratch
-from tandemkv.kernels.topk import make_topk_scratch
+from tandemkv.kernels.dispatch import uses_triton
+from tandemkv.kernels.position_pooling import check_reach, pool_positions
+from tandemkv.kernels.score import ScoreScratch, check_scan, make_score_scratch, score_keys
+from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +36,7 @@ def make_select_scratch(
     k: int,
     device: torch.device,
 ) -> SelectScratch:
-    """Allocate the buffers of `score_topk`.
-
-    Parameters
-    ----------
-    num_reqs, width, k : int
-        Largest values that will be used with it.
-    num_qo_heads, num_kv_heads : int
-        Heads, as they will be scored.
-    device : torch.device
-        Where.
-
-    Returns
-    -------
-    SelectScratch
-        About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share it must be
-        ordered by one stream.
-    """
+    """Allocate the buffers of `score_topk`, for the largest call; see `make_score_scratch`."""
     score = make_score_scratch(num_reqs, num_qo_heads, num_kv_heads, width, device)
     return SelectScratch(
         score=score,
@@ -103,37 +87,37 @@ def score_topk(
     scores : torch.Tensor
         Likewise, float32: their scores, ``-inf`` for padding.
 
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above; on CPU also if a range or a slot that it covers
-        is out of bounds.
-
     Notes
     -----
-    On a GPU asynchronous, without host sync and CUDA-graph safe; four launches for
-    ``softmax_mean``, whose scores are never written to memory, up to six for the others. With
-    `pooled_positions` up to nine, and scores are written twice, ``[num_reqs, num_kv_heads, width]``
-    float32 each.
-    Exact for any content, as `tandemkv.kernels.topk.topk_positions` is. Of int4 keys, for groups
-    of three heads and more and without `pooled_positions`, exact among coded scores: between the
-    two passes a head's softmax, relative to the largest of at most 64 tokens, is a byte, five bits
-    of exponent and three of mantissa. A share of 2**-14 and more is within a sixteenth, one below
-    may be off by 2**-18, and below 2**-18 it counts as none. What stands in the scratch afterwards
-    is undefined.
+    On a GPU four launches for ``softmax_mean``, whose scores are never written to memory, up to six
+    for the others. With `pooled_positions` up to nine, and scores are written twice,
+    ``[num_reqs, num_kv_heads, width]`` float32 each. Exact for any content, as
+    `tandemkv.kernels.topk.topk_positions` is. Of int4 keys, for groups of three heads and more and
+    without `pooled_positions`, exact among coded scores: between the two passes a head's softmax,
+    relative to the largest of at most 64 tokens, is a byte, five bits of exponent and three of
+    mantissa. A share of 2**-14 and more is within a sixteenth, one below may be off by 2**-18, and
+    below 2**-18 it counts as none. What stands in the scratch afterwards is undefined.
     """
     dims = check_scan(q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active)
     check_int("k", k, minimum=0)
     if scratch is not None:
         _check_scratch(dims, scratch, width)
     check_reach(*pooled_positions)
-    run = resolve("select", "score_topk", q.device)
-    chosen: tuple[torch.Tensor, torch.Tensor] = run(
-        q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, scratch=scratch, scan_stream=scan_stream,
-        pooled_positions=pooled_positions,
+    if uses_triton(q.device):
+        from tandemkv.kernels.triton_ops.select import score_topk as on_gpu
+
+        return on_gpu(
+            q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling,
+            k_scale=k_scale, page_size=page_size, active=active, scratch=scratch,
+            scan_stream=scan_stream, pooled_positions=pooled_positions,
+        )  # fmt: skip
+    scores = score_keys(
+        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+        page_size=page_size, active=active,
     )  # fmt: skip
-    return chosen
+    scores = pool_positions(scores, *pooled_positions)
+    out_scores = torch.empty((*scores.shape[:2], k), device=q.device)
+    return topk_positions(scores, k, sort=False, out_scores=out_scores), out_scores
 
 
 def _check_scratch(dims: Dims, scratch: SelectScratch, width: int) -> None:

@@ -18,12 +18,15 @@ A wait has an end. When it is reached, the wait stores its step in `lost`; from 
 at once and raises do nothing, so the rest of the graph runs through and nothing hangs or traps.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
 
 from tandemkv.kernels.check import FLOATS, INT32, Dims, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
+
+_PAUSE_S = 20e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +70,18 @@ def send_rows(
         ``[num_rows]`` int32, in the memory of whoever waits.
     step, lost : torch.Tensor
         ``[1]`` int32; see the module.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     dims = _check(flags, step, lost, "num_rows")
     dims.check("hidden", hidden, "num_rows width", FLOATS)
     if residual is not None:
         dims.check("residual", residual, "num_rows width", (hidden.dtype,))
     dims.check("out", out, "num_rows width", (hidden.dtype,))
-    resolve("step_flags", "send_rows", hidden.device)(
-        hidden, residual, out, flags, step=step, lost=lost
-    )
+    if uses_triton(hidden.device):
+        from tandemkv.kernels.triton_ops.step_flags import send_rows as on_gpu
+
+        return on_gpu(hidden, residual, out, flags, step=step, lost=lost)
+    out.copy_(hidden if residual is None else hidden + residual)
+    raise_flags(flags, step=step, lost=lost, follows=False, stamp=None)
 
 
 def raise_flags(
@@ -106,17 +107,18 @@ def raise_flags(
     stamp : torch.Tensor, optional
         ``[1]`` int32, a copy of what `wait_flags` has left elsewhere. If it is before the step,
         `lost` is set to the step, and nothing is raised.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     _check(flags, step, lost, "n")
     if stamp is not None:
         _check_word(Dims(), "stamp", stamp)
-    run = resolve("step_flags", "raise_flags", flags.device)
-    run(flags, step=step, lost=lost, follows=follows, stamp=stamp)
+    if uses_triton(flags.device):
+        from tandemkv.kernels.triton_ops.step_flags import raise_flags as on_gpu
+
+        return on_gpu(flags, step=step, lost=lost, follows=follows, stamp=stamp)
+    if stamp is not None and not lost.any() and bool((stamp - step < 0).any()):
+        lost.copy_(step)
+    if not lost.any():
+        flags.fill_(int(step))
 
 
 def wait_flags(
@@ -141,18 +143,22 @@ def wait_flags(
     stamp : torch.Tensor, optional
         ``[1]`` int32. Set to the step if the flags were raised and nothing is lost, else to the
         number before it: what is copied elsewhere tells there how the wait has ended.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     StepWait(flags=flags, step=step, lost=lost, timeout_s=timeout_s).check()
     if stamp is not None:
         _check_word(Dims(), "stamp", stamp)
-    resolve("step_flags", "wait_flags", flags.device)(
-        flags, step=step, lost=lost, timeout_s=timeout_s, stamp=stamp
-    )
+    if uses_triton(flags.device):
+        from tandemkv.kernels.triton_ops.step_flags import wait_flags as on_gpu
+
+        return on_gpu(flags, step=step, lost=lost, timeout_s=timeout_s, stamp=stamp)
+    deadline = time.monotonic() + timeout_s
+    while not lost.any() and bool((flags - step < 0).any()):
+        if time.monotonic() > deadline:
+            lost.copy_(step)
+            break
+        time.sleep(_PAUSE_S)
+    if stamp is not None:
+        stamp.copy_(step - 1 if lost.any() else step)
 
 
 def _check(flags: torch.Tensor, step: torch.Tensor, lost: torch.Tensor, size: str) -> Dims:

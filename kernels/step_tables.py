@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.kernels.check import BOOL, INT32, INT64, INTS, Dims, check_counts, check_int, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
+from tandemkv.kernels.slot_rules import latest_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +83,24 @@ def load_attended(
     check_int("context", dims["context"], minimum=1)
     _check_sizes(num_resident, num_recent, num_dense)
     check_int("first_slot", first_slot, minimum=0)
-    resolve("step_tables", "load_attended", slots.device)(
-        rows, lengths, req_to_token, slots, attended, num_resident=num_resident,
-        num_recent=num_recent, num_dense=num_dense, first_slot=first_slot,
-    )  # fmt: skip
+    if uses_triton(slots.device):
+        from tandemkv.kernels.triton_ops.step_tables import load_attended as on_gpu
+
+        return on_gpu(
+            rows, lengths, req_to_token, slots, attended, num_resident=num_resident,
+            num_recent=num_recent, num_dense=num_dense, first_slot=first_slot,
+        )  # fmt: skip
+    size, rows, lengths = len(rows), rows.long()[:, None], lengths.long()[:, None]
+    column = torch.arange(slots.shape[1], device=slots.device)
+    count = _attended(lengths, num_resident + num_recent, num_dense)
+    filled = (lengths - num_recent).clamp(0, num_resident)
+    is_sparse = (lengths > num_dense) & (rows != 0)
+    positions = (lengths - count + column).clamp(min=0, max=req_to_token.shape[1] - 1)
+    in_pool = req_to_token[rows, positions]
+    resident = first_slot + rows * num_resident + column
+    found = torch.where(is_sparse & (column < filled), resident, in_pool).to(slots.dtype)
+    slots[:size] = torch.where(column < count, found, slots[:size])
+    attended[:size] = count[:, 0]
 
 
 def load_ring(
@@ -119,10 +134,29 @@ def load_ring(
     dims.check("set_rows", set_rows, "max_batch", INT64)
     dims.check("write_slots", write_slots, "max_batch", INT64)
     _check_sizes(num_resident, num_recent, num_dense)
-    resolve("step_tables", "load_ring", slots.device)(
-        rows, lengths, slots, attended, set_rows, write_slots, num_resident=num_resident,
-        num_recent=num_recent, num_dense=num_dense,
-    )  # fmt: skip
+    if uses_triton(slots.device):
+        from tandemkv.kernels.triton_ops.step_tables import load_ring as on_gpu
+
+        return on_gpu(
+            rows, lengths, slots, attended, set_rows, write_slots, num_resident=num_resident,
+            num_recent=num_recent, num_dense=num_dense,
+        )  # fmt: skip
+    size, rows, lengths = len(rows), rows.long()[:, None], lengths.long()[:, None]
+    column = torch.arange(slots.shape[1], device=slots.device)
+    count = _attended(lengths, num_resident + num_recent, num_dense)
+    filled = (lengths - num_recent).clamp(0, num_resident)
+    is_sparse = (lengths > num_dense) & (rows != 0)
+
+    def slot_of(position: torch.Tensor) -> torch.Tensor:
+        return latest_slots(position, ~is_sparse, num_resident=num_resident, num_recent=num_recent)
+
+    in_set = is_sparse & (column < filled)
+    slot = torch.where(in_set, column, slot_of(lengths - count + column))
+    found = (rows * slots.shape[1] + slot).to(slots.dtype)
+    slots[:size] = torch.where(column < count, found, slots[:size])
+    attended[:size] = count[:, 0]
+    set_rows[:size] = rows[:, 0]
+    write_slots[:size] = slot_of(lengths - 1)[:, 0]
 
 
 def load_candidates(
@@ -172,8 +206,33 @@ def load_candidates(
         "num_layers": num_layers,
     }  # fmt: skip
     check_counts(**counts)
-    run = resolve("step_tables", "load_candidates", rows.device)
-    run(rows, lengths, page_slots, tables, page_size=page_size, num_cold=num_cold, **counts)
+    if uses_triton(rows.device):
+        from tandemkv.kernels.triton_ops.step_tables import load_candidates as on_gpu
+
+        return on_gpu(
+            rows, lengths, page_slots, tables, page_size=page_size, num_sink=num_sink,
+            num_excluded=num_excluded, num_resident=num_resident, num_cold=num_cold,
+            num_layers=num_layers,
+        )  # fmt: skip
+    size, width = len(rows), min(tables.pages.shape[1], page_slots.shape[1])
+    hi, active = tables.hi[:size], tables.active[:size]
+    tables.rows[:size] = rows
+    tables.lengths[:size] = lengths
+    torch.sub(tables.lengths[:size], 1, out=tables.positions[:size])
+    torch.sub(lengths, num_excluded, out=hi)
+    hi.clamp_(min=0)
+    tables.lo[:size].fill_(num_sink)
+    torch.clamp(hi, max=num_resident, out=tables.num_target[:size])
+    torch.gt(lengths, num_cold, out=active)
+    active &= rows != 0
+    torch.div(
+        page_slots[rows.long(), :width],
+        page_size,
+        rounding_mode="floor",
+        out=tables.pages[:size, :width],
+    )
+    tables.step.add_(1)
+    tables.selections.add_(active.sum(), alpha=num_layers)
 
 
 def _check_attended(
@@ -196,3 +255,7 @@ def _check_fits(num_reqs: int, max_batch: int) -> None:
 def _check_sizes(num_resident: int, num_recent: int, num_dense: int) -> None:
     check_counts(num_resident=num_resident, num_dense=num_dense)
     check_int("num_recent", num_recent, minimum=1)
+
+
+def _attended(lengths: torch.Tensor, most: int, num_dense: int) -> torch.Tensor:
+    return torch.where(lengths > num_dense, lengths.clamp(max=most), lengths)

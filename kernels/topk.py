@@ -4,32 +4,25 @@
 import torch
 
 from tandemkv.kernels.check import FLOAT32, INT32, INTS, Dims, check_int, fail
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import uses_triton
+
+_INF = float("inf")
 
 
 def make_topk_scratch(
     num_reqs: int, num_kv_heads: int, k: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Allocate what `topk_positions` works in on a GPU, to be shared by all layers.
+    """Allocate what `topk_positions` works in on a GPU, for the largest call, shared by all layers.
 
-    Parameters
-    ----------
-    num_reqs, num_kv_heads, k : int
-        The largest of the calls that use it.
-    device : torch.device or str
-        Theirs.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[num_reqs * num_kv_heads, size]``, int32, content undefined; `size` is 0
-        where the device needs nothing.
+    ``[num_reqs * num_kv_heads, size]`` int32, content undefined; `size` is 0 where the device needs
+    nothing.
     """
     device = torch.device(device)
     size = 0
     if device.type == "cuda":
-        capacity: int = resolve("topk", "capacity_of", device)(k)
-        size = 2 + 2 * capacity
+        from tandemkv.kernels.triton_ops.topk import capacity_of
+
+        size = 2 + 2 * capacity_of(k)
     return torch.empty((num_reqs * num_kv_heads, size), dtype=torch.int32, device=device)
 
 
@@ -48,14 +41,12 @@ def topk_positions(
     Parameters
     ----------
     scores : torch.Tensor
-        ``[num_reqs, num_kv_heads, max_len]``, float32. ``-inf`` and NaN are
-        never chosen.
+        ``[num_reqs, num_kv_heads, max_len]``, float32. ``-inf`` and NaN are never chosen.
     k : int
         Positions per head, ``>= 0``; may exceed ``max_len``.
     lo, hi : torch.Tensor, optional
-        ``[num_reqs]``, int32 or int64. Only positions of ``[lo, hi)`` count; what
-        stands elsewhere may be anything. By default 0 and ``max_len``, to which
-        they are clamped.
+        ``[num_reqs]``, int32 or int64. Only positions of ``[lo, hi)`` count; what stands elsewhere
+        may be anything. By default 0 and ``max_len``, to which they are clamped.
     sort : bool
         False leaves the order of the chosen ones open.
     scratch : torch.Tensor, optional
@@ -74,9 +65,8 @@ def topk_positions(
 
     Notes
     -----
-    On a GPU asynchronous, without host sync and CUDA-graph safe: the grid depends on
-    shapes only. Exact for any content; content with very many equal scores
-    near the threshold takes a slower path.
+    On a GPU the grid depends on shapes only. Exact for any content; content with very many equal
+    scores near the threshold takes a slower path.
     """
     dims = Dims()
     dims.check("scores", scores, "num_reqs num_kv_heads max_len", FLOAT32)
@@ -93,8 +83,40 @@ def topk_positions(
         need = scores.shape[0] * scores.shape[1]
         if scratch.shape[0] < need:
             fail("scratch.shape", tuple(scratch.shape), f"[>= {need}, ...]: make_topk_scratch")
-    run = resolve("topk", "topk_positions", scores.device)
-    positions: torch.Tensor = run(
-        scores, k, lo=lo, hi=hi, sort=sort, scratch=scratch, out_scores=out_scores
-    )
+    if uses_triton(scores.device):
+        from tandemkv.kernels.triton_ops.topk import topk_positions as on_gpu
+
+        return on_gpu(scores, k, lo=lo, hi=hi, sort=sort, scratch=scratch, out_scores=out_scores)
+    num_reqs, num_kv_heads, max_len = scores.shape
+    positions = torch.full((num_reqs, num_kv_heads, k), -1, dtype=torch.int32, device=scores.device)
+    if out_scores is not None:
+        out_scores.fill_(-_INF)
+    num_found = min(k, max_len)
+    if num_found:
+        ranked = torch.nan_to_num(scores, nan=-_INF, posinf=_INF, neginf=-_INF)
+        place = torch.arange(max_len, device=scores.device)
+        if lo is not None:
+            ranked.masked_fill_((place < lo[:, None])[:, None], -_INF)
+        if hi is not None:
+            ranked.masked_fill_((place >= hi[:, None])[:, None], -_INF)
+        # Sorted in any case: padding has to be at the end. One more tells if equal ones are cut.
+        values, indices = torch.topk(ranked, min(num_found + 1, max_len), dim=-1, sorted=True)
+        is_tied = ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -_INF)).any(dim=-1)
+        values, indices = values[..., :num_found], indices[..., :num_found]
+        if bool(is_tied.any()):
+            indices[is_tied] = _lowest_of_equal(ranked[is_tied], num_found)
+        positions[..., :num_found] = torch.where(values > -_INF, indices, -1)
+        if out_scores is not None:
+            out_scores[..., :num_found] = values
     return positions
+
+
+def _lowest_of_equal(ranked: torch.Tensor, k: int) -> torch.Tensor:
+    """Return places ``[n, k]`` of the best of ``[n, max_len]``, of equal ones the lowest first.
+
+    `torch.topk` takes any of them. Few scores are equal as a rule; pooled ones are.
+    """
+    bits = (ranked + 0.0).view(torch.int32)  # -0.0 equals 0.0
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
+    order -= torch.arange(ranked.shape[-1], device=ranked.device)
+    return torch.topk(order, k, dim=-1, sorted=True).indices

@@ -8,7 +8,6 @@ indexed, since its slot was last given away.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -23,17 +22,25 @@ _AT_ONCE = 1 << 16
 """Slots that are indexed in one call when all are: its scratch is some times their keys."""
 
 
-class KeyIndex(ABC):
-    """Keys of the selecting layers, by slot. Prefill calls may read sizes on the host."""
+class KeyIndex:
+    """Keys of the selecting layers, by slot: here the pool itself, to which nothing is to be done.
+
+    Prefill calls may read sizes on the host.
+    """
+
+    def __init__(self, pools: EnginePools) -> None:
+        self._pools = pools
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By layer: what its keys are kept as, and the scales of that."""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes beside the pool."""
+        return sum(tensor.nbytes for pair in self._copies.values() for tensor in pair)
 
-    @abstractmethod
     def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Keys and scales, as `tandemkv.kernels.score.score_keys` takes them."""
+        return self._copies.get(layer, (self._pools.k[layer], None))
 
     def begin_extend(
         self,
@@ -43,13 +50,10 @@ class KeyIndex(ABC):
         rows: Sequence[int],
     ) -> None:
         """Take note of the requests of a prefill step."""
-        del prefix_lens, lengths, tables, rows
 
-    @abstractmethod
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """Index what a prefill step wrote at `slots` ``[n]``."""
 
-    @abstractmethod
     def rebuild(self, layer: int) -> None:
         """Index all that is stored, behind `begin_extend` with all requests that there are.
 
@@ -57,7 +61,6 @@ class KeyIndex(ABC):
         now may be reused.
         """
 
-    @abstractmethod
     def append(
         self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
     ) -> None:
@@ -67,62 +70,21 @@ class KeyIndex(ABC):
         """
 
 
-class NativeIndex(KeyIndex):
-    """The pool itself."""
-
-    def __init__(self, pools: EnginePools) -> None:
-        self._pools = pools
-
-    @property
-    def nbytes(self) -> int:
-        """See `KeyIndex.nbytes`."""
-        return 0
-
-    def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `KeyIndex.keys`."""
-        return self._pools.k[layer], None
-
-    def extend(self, layer: int, slots: torch.Tensor) -> None:
-        """Nothing to do."""
-
-    def rebuild(self, layer: int) -> None:
-        """Nothing to do."""
-
-    def append(
-        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        """Nothing to do."""
-
-
 class Int8Index(KeyIndex):
     """Int8 with one scale per token and head."""
 
     def __init__(self, pools: EnginePools, layers: Sequence[int]) -> None:
-        self._pools = pools
+        super().__init__(pools)
         _, heads, dim = pools.k[0].shape
         device, shape = pools.k[0].device, (pools.num_slots, heads)
-        self._keys = {
-            x: torch.zeros((*shape, dim), dtype=torch.int8, device=device) for x in layers
-        }
-        self._scales = {x: torch.ones(shape, device=device) for x in layers}
-
-    @property
-    def nbytes(self) -> int:
-        """See `KeyIndex.nbytes`."""
-        return sum(t.nbytes for t in (*self._keys.values(), *self._scales.values()))
-
-    def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `KeyIndex.keys`."""
-        return self._keys[layer], self._scales[layer]
+        for layer in layers:
+            codes = torch.zeros((*shape, dim), dtype=torch.int8, device=device)
+            self._copies[layer] = codes, torch.ones(shape, device=device)
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `KeyIndex.extend`."""
-        append_int8(
-            self._pools.k[layer][: self._pools.num_slots],
-            slots,
-            self._keys[layer],
-            self._scales[layer],
-        )
+        pools = self._pools
+        append_int8(pools.k[layer][: pools.num_slots], slots, *self._copies[layer])
 
     def rebuild(self, layer: int) -> None:
         """See `KeyIndex.rebuild`."""
@@ -147,28 +109,22 @@ class Int4Index(KeyIndex):
     """
 
     def __init__(self, pools: EnginePools, layers: Sequence[int]) -> None:
+        super().__init__(pools)
         if pools.page_size < _MIN_INT4_PAGE:
             raise SettingsError(
                 f"index_dtype=int4 shares its scales over the tokens of a page, page_size="
                 f"{pools.page_size} is too short: use pages of 64 (cuda), or --index-dtype int8"
             )
-        self._pools = pools
         _, heads, dim = pools.k[0].shape
         device, num_pages = pools.k[0].device, pools.num_slots // pools.page_size
         codes = (num_pages, heads, pools.page_size, dim // 2)
         scales = (num_pages, heads, 2, dim)
-        self._codes = {x: torch.zeros(codes, dtype=torch.uint8, device=device) for x in layers}
-        self._scales = {x: torch.zeros(scales, dtype=torch.float16, device=device) for x in layers}
+        for layer in layers:
+            self._copies[layer] = (
+                torch.zeros(codes, dtype=torch.uint8, device=device),
+                torch.zeros(scales, dtype=torch.float16, device=device),
+            )
         self._pages = torch.empty(0, dtype=torch.int32, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """See `KeyIndex.nbytes`."""
-        return sum(t.nbytes for t in (*self._codes.values(), *self._scales.values()))
-
-    def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `KeyIndex.keys`."""
-        return self._codes[layer], self._scales[layer]
 
     def begin_extend(
         self,
@@ -178,7 +134,6 @@ class Int4Index(KeyIndex):
         rows: Sequence[int],
     ) -> None:
         """Find the pages that the step completes."""
-        del rows
         size = self._pools.page_size
         done = [
             table[: length // size * size : size][prefix // size :] // size
@@ -189,22 +144,20 @@ class Int4Index(KeyIndex):
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `KeyIndex.extend`."""
         if self._pages.numel():
-            quantize_int4_pages(
-                self._pools.k[layer], self._pages, self._codes[layer], self._scales[layer]
-            )
+            quantize_int4_pages(self._pools.k[layer], self._pages, *self._copies[layer])
 
     def rebuild(self, layer: int) -> None:
         """See `KeyIndex.rebuild`."""
         size, key = self._pools.page_size, self._pools.k[layer]
         every = torch.arange(self._pools.num_slots // size, dtype=torch.int32, device=key.device)
         for pages in every.split(max(1, _AT_ONCE // size)):
-            quantize_int4_pages(key, pages, self._codes[layer], self._scales[layer])
+            quantize_int4_pages(key, pages, *self._copies[layer])
 
     def append(
         self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
     ) -> None:
         """See `KeyIndex.append`; only a token that completes a page is indexed, with the page."""
-        append_int4(self._pools.k[layer], pages, lengths, self._codes[layer], self._scales[layer])
+        append_int4(self._pools.k[layer], pages, lengths, *self._copies[layer])
 
 
 def interval_of(says: PolicyCapabilities, index_dtype: str, page_size: int) -> int:
@@ -225,4 +178,4 @@ def make_key_index(index_dtype: str, pools: EnginePools, layers: Sequence[int]) 
         return Int8Index(pools, layers)
     if index_dtype == "int4":
         return Int4Index(pools, layers)
-    return NativeIndex(pools)
+    return KeyIndex(pools)

@@ -11,11 +11,11 @@ from tandemkv.cache_rank.policies.base import PageBounds
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
-from .key_index import NativeIndex
+from .key_index import KeyIndex
 from .seeding import seed_range
 
 
-class PageBoundsIndex(NativeIndex):
+class PageBoundsIndex(KeyIndex):
     """The least and the largest of each key component, for pages of `page_tokens` positions.
 
     Bounds are of candidates alone: neither sink nor recent tokens are in them. A prompt's are made
@@ -61,12 +61,10 @@ class PageBoundsIndex(NativeIndex):
         rows: Sequence[int],
     ) -> None:
         """See `KeyIndex.begin_extend`."""
-        del prefix_lens
         self._prompts = list(zip(rows, lengths, tables, strict=True))
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `KeyIndex.extend`; what was stored before is read as well."""
-        del slots
         low, high = self._bounds[layer]
         for row, length, table in self._prompts:
             if row == PADDING_ROW:

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from tandemkv.cache_rank.policies.attending import AttendingPolicy, AttendInput
-from tandemkv.cache_rank.policies.base import Owner, Policy, SeedInput, StoredKV
+from tandemkv.cache_rank.policies.base import Owner, Policy, SelectionInput, StoredKV
 from tandemkv.cache_rank.policies.composition import Composition, is_captured
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.kernels.score import score_keys
 
 from .batch import DecodeBatch
-from .candidates import Candidates
 from .key_index import KeyIndex
 from .page_index import PageBoundsIndex
 from .seeding import fill_set, make_seed_input
@@ -77,17 +78,22 @@ class PolicyCalls:
 
     # -- prompts -------------------------------------------------------------------------
 
-    def seed_input(
+    def seed(
         self,
         layer: int,
         row: int,
         queries: torch.Tensor,
         keys: tuple[torch.Tensor, torch.Tensor | None],
         slots: torch.Tensor,
-    ) -> SeedInput:
-        """Return the end of a prompt at `slots` ``[length]``, ``queries [W, Hq, D]`` its last."""
+        num_resident: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is resident first of a prompt, and let the policy take note of its end.
+
+        ``[H, R]`` int32, and ``[W]`` int64, the positions of ``queries [W, Hq, D]``, its last ones.
+        Keys and scales are as for `tandemkv.kernels.score.score_keys`, ``slots [length]``.
+        """
         page_size = self._pools.page_size
-        return make_seed_input(
+        prompt = make_seed_input(
             layer,
             self._owner(row),
             queries,
@@ -99,26 +105,12 @@ class PolicyCalls:
             selection=self._selection,
             scale=self._model.scale,
         )
-
-    def seed(self, request: SeedInput, num_resident: int) -> torch.Tensor:
-        """Return what is resident first, ``[H, R]`` int32."""
-        return fill_set(
-            lambda: self._policy.seed_scores(request),
-            num_heads=self._model.num_kv_heads,
-            length=request.stored.slots.shape[1],
-            selection=self._selection,
-            num_resident=num_resident,
-            device=request.queries.device,
-        )
-
-    def observe_prompt(self, request: SeedInput) -> None:
-        """Let the policy take note of a prompt's end."""
+        chosen = fill_set(self._policy, prompt, num_resident)
         if self.composition.observes_prompt:
-            self._policy.observe_prompt(
-                request.layer, request.owner, request.queries, request.positions
-            )
+            self._policy.observe_prompt(layer, prompt.owner, queries, prompt.positions)
         if isinstance(self._policy, AttendingPolicy):
-            self._policy.observe_stored(request)
+            self._policy.observe_stored(prompt)
+        return chosen, prompt.positions
 
     # -- decode --------------------------------------------------------------------------
 
@@ -146,13 +138,13 @@ class PolicyCalls:
         batch, size = self._batch, len(query)
         asked = batch.selecting(size)
         if not self._is_eager:
-            return self._ask(layer, query, self._candidates(asked, hi, lag=lag))
+            ends = torch.where(asked, hi, batch.lo[:size])  # nobody's end where they begin
+            return self._ask(layer, query, slice(size), ends, lag=lag)
         shape = (size, self._model.num_kv_heads, self._selection.budget_tokens)
         whole = torch.full(shape, -1, dtype=torch.int32, device=query.device)
         places = asked.nonzero()[:, 0]
         if len(places):
-            candidates = self._candidates(asked, hi, lag=lag)
-            whole[places] = self._ask(layer, query[places], candidates.subset(places.tolist()))
+            whole[places] = self._ask(layer, query[places], places, hi[places], lag=lag)
         return whole
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
@@ -189,45 +181,62 @@ class PolicyCalls:
         self.num_attends += len(places)
         return merged
 
-    def _ask(self, layer: int, query: torch.Tensor, asked: Candidates) -> torch.Tensor:
-        model, heads, index = self._model, self._program.slow_heads(layer), self._index
+    def _ask(
+        self, layer: int, query: torch.Tensor, places: slice | torch.Tensor, hi: torch.Tensor,
+        *, lag: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return what is selected for the requests at `places`, whose candidates end at `hi`."""
+        batch, heads, index = self._batch, self._program.slow_heads(layer), self._index
+        rows, pages, positions = batch.rows[places], batch.pages[places], batch.positions[places]
+        lo, hi = batch.lo[places].long(), hi.long()
+        width = int(hi.max()) if self._is_eager else self._model.max_context
         bounds = None
         if isinstance(index, PageBoundsIndex):
-            bounds = index.bounds(layer, asked.rows, asked.slots.shape[1])
-        request = asked.request(
-            layer,
-            self._of_heads(query, heads),
-            index.keys(layer),
-            (self._pools.k[layer], self._pools.v[layer]),
-            model=model,
-            selection=self._selection,
-            heads=heads,
-            bounds=bounds,
-        )
-        chosen = self._policy.select(request)
-        chosen.check((len(asked.rows), model.num_kv_heads, self._selection.budget_tokens))
-        return chosen.positions
+            bounds = index.bounds(layer, rows, width)
 
-    def _candidates(self, asked: torch.Tensor, hi: torch.Tensor, *, lag: int) -> Candidates:
-        """Return the candidates of the whole batch, none of those that are not `asked` for."""
-        batch, size = self._batch, len(asked)
-        rows, pages, lo = batch.rows[:size], batch.pages[:size], batch.lo[:size].long()
-        hi = torch.where(asked, hi[:size].long(), lo)
-        width = self._model.max_context
-        if self._is_eager:
-            width = int(hi.max())
-        positions = batch.positions[:size]
-        return Candidates(
+        def score(asked: torch.Tensor) -> torch.Tensor:
+            return self._scores(layer, asked, pages, lo, hi, width)
+
+        request = SelectionInput(
+            layer=layer,
             owners=self._owners(rows),
             rows=rows,
+            query=self._of_heads(query, heads),
             positions=positions,
             use_positions=positions + lag,
+            score=score,
+            budget=self._selection.budget_tokens,
             lo=lo,
             hi=hi,
-            slots=self._slots(pages, width),
-            pages=pages,
-            page_size=self._pools.page_size,
+            stored=StoredKV(self._pools.k[layer], self._pools.v[layer], self._slots(pages, width)),
+            pages=bounds,
         )
+        chosen = self._policy.select(request)
+        chosen.check((len(rows), self._model.num_kv_heads, request.budget))
+        return chosen.positions
+
+    def _scores(
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor, lo: torch.Tensor,
+        hi: torch.Tensor, width: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """Score candidates of a layer, of all KV heads or of those alone that are slow in it.
+
+        ``[S, n, width]`` float32 for ``[S, n * group, D]``.
+        """
+        heads, group = self._program.slow_heads(layer), self._model.gqa_group_size
+        keys, k_scale = self._index.keys(layer)
+        score = partial(
+            score_keys, slots=pages, lo=lo, hi=hi, width=width, scale=self._model.scale,
+            pooling=self._selection.pooling, page_size=self._pools.page_size,
+        )  # fmt: skip
+        if len(heads) == self._model.num_kv_heads:
+            return score(query, keys, k_scale=k_scale)
+        parts = []
+        for i, head in enumerate(heads):  # views of the pool: a list of heads would copy it
+            scale = None if k_scale is None else k_scale[:, head : head + 1]
+            own = query[:, i * group : (i + 1) * group]
+            parts.append(score(own, keys[:, head : head + 1], k_scale=scale))
+        return torch.cat(parts, dim=1)
 
     def _slots(self, pages: torch.Tensor, width: int) -> torch.Tensor:
         """Return the slots ``[S, width]`` of the first positions in `pages` ``[S, max_pages]``."""

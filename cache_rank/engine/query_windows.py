@@ -28,8 +28,8 @@ class DeviceQueryWindows:
     they come, after RoPE and in the model's dtype; the kernel rotates them to the position of the
     prediction's use, which equals un-rotating first
     (`tandemkv.kernels.query_window.push_and_predict`) and loses nothing. `num_layers` are the
-    selecting ones; row 0 is padding. Without `allocate` windows are memory of this process. Raises
-    `PolicyError` if the windows are too long to be solved on the device.
+    selecting ones; row 0 is padding. Raises `PolicyError` if the windows are too long to be solved
+    on the device.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DeviceQueryWindows:
         num_layers: int,
         num_rows: int,
         device: torch.device,
-        allocate: Allocate | None = None,
+        allocate: Allocate,
     ) -> None:
         options, prediction = policy.options, policy.capabilities.prediction
         assert prediction is not None
@@ -57,13 +57,9 @@ class DeviceQueryWindows:
         self._places = size + 2
         shape = (num_layers, num_rows, self._places, model.num_qo_heads, model.head_dim)
         dtype = getattr(torch, model.dtype)
-        if allocate is None:
-            self._windows = torch.zeros(shape, dtype=dtype, device=device)
-            self._starts = torch.empty(num_rows, dtype=torch.int64, device=device)
-        else:
-            self._windows = allocate("query_windows", shape, dtype)
-            self._starts = allocate("query_window_starts", (num_rows,), torch.int64)
-        if allocate is None or not self._starts.any():  # else they are an earlier engine's
+        self._windows = allocate("query_windows", shape, dtype)
+        self._starts = allocate("query_window_starts", (num_rows,), torch.int64)
+        if not self._starts.any():  # else they are an earlier engine's
             self._starts.fill_(_NEVER)
         self._order: torch.Tensor | None = None
         self._back: torch.Tensor | None = None

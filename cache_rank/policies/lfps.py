@@ -69,10 +69,9 @@ class LfpsPolicy(AttendingPolicy):
     - The slash table is kept by distance, so that a step reads the score of a position's own
       distance. As printed, Eq. 7 reads the table before Eq. 10 shifts it: one position off.
     - Bypass: the local part (sink, recent) is exact; the rest returns the mean value, weighted
-      with ``w_global``: "sink plus mean of the rest", with the least error in Figure 2c. The
-      sink's value alone (``bypass=sink``) and, as Algorithm 1 prints, the mean value alone
-      (``mean``) are options. A KV head is skipped (and its tables left alone) if all its query
-      heads are bypassed.
+      with ``w_global``: "sink plus mean of the rest", with the least error in Figure 2c. The sink's
+      value alone (``bypass=sink``) and, as Algorithm 1 prints, the mean value alone (``mean``) are
+      options. A KV head is skipped (and its tables left alone) if all its query heads are bypassed.
     - ``w_sink`` covers all `num_sink_tokens`. Mean key and value go on to include the tokens that
       leave the ring; sigma stays that of the last prompt row.
     - If all entries of a table are equal their kurtosis is taken as 1/n, its least value. If there

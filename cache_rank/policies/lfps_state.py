@@ -58,11 +58,6 @@ class LfpsState:
         self._tables = np.pad(self._tables, grow)
         self._peaks = np.pad(self._peaks, (*grow[:2], (0, blocks - self._peaks.shape[-1])))
 
-    def table(self, name: str, n: int) -> Array:
-        """Return ``[H, n]`` float64: ``vertical`` by candidate, ``slash`` by distance."""
-        found = self._tables[("vertical", "slash").index(name), :, :n]
-        return found.astype(np.float64) * self._unit[:, None]
-
     def start(self, request: SeedInput, *, num_rows: int, decay: float, num_recent: int) -> None:
         """Fill the tables from the last prompt queries (Eq. 4), and the three priors.
 

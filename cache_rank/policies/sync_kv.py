@@ -103,16 +103,13 @@ class SyncKVPolicy(Policy):
         if context.share is not None:
             raise PolicyError("policy=sync_kv shares over heads; it goes without --share-layers")
         self._clusters: HeadClusters = context.clusters
-        # By row and layer: how many of the places that follow are set, and one more; 0: none yet.
-        self._static = torch.zeros((0, 0, 0, 0), dtype=torch.int32)
-        self._num_static = torch.zeros((0, 0), dtype=torch.int32)
-        self.make_rows(_zeros, 1)
 
     def make_rows(self, allocate: Allocate, num_rows: int) -> None:
         """See `Policy.make_rows`: the static sets."""
         layers, heads = self.context.model.num_layers, self.context.model.num_kv_heads
         shape = (layers, num_rows, heads, self.context.selection.budget_tokens)
         self._static = allocate("sync_static_positions", shape, torch.int32)
+        # How many of the places that follow are set, and one more; 0: none yet.
         self._num_static = allocate("sync_static_counts", shape[:2], torch.int32)
 
     @property
@@ -154,24 +151,18 @@ class SyncKVPolicy(Policy):
 
     def release(self, owner: Owner) -> None:
         """See `Policy.release`."""
-        if owner[0] < self._num_static.shape[1]:
-            self._num_static[:, owner[0]] = 0
+        self._num_static[:, owner[0]] = 0
 
     def _static_of(self, owner: Owner, layer: int) -> torch.Tensor | None:
         """Return the static set ``[N_r, k]`` of a request, None if it has none yet."""
         row = owner[0]
-        count = int(self._num_static[layer, row]) if row < self._num_static.shape[1] else 0
+        count = int(self._num_static[layer, row])
         if not count:
             return None
         return self._static[layer, row, : len(self._slow_heads[layer]), : count - 1].clone()
 
     def _keep_static(self, owner: Owner, layer: int, static: torch.Tensor) -> None:
-        row, known = owner[0], (self._static, self._num_static)
-        if row >= known[1].shape[1]:  # nobody said how many rows there are
-            self.make_rows(_zeros, 2 * row)
-            for new, old in zip((self._static, self._num_static), known, strict=True):
-                new[:, : old.shape[1]] = old
-        heads, count = static.shape
+        row, (heads, count) = owner[0], static.shape
         self._static[layer, row, :heads, :count] = static
         self._num_static[layer, row] = count + 1
 
@@ -196,10 +187,6 @@ class SyncKVPolicy(Policy):
         union = torch.full((request.budget,), -1, dtype=torch.int32, device=sets.device)
         union[: len(merged)] = torch.tensor(list(merged), dtype=torch.int32, device=sets.device)
         return union.expand(heads, -1).contiguous()
-
-
-def _zeros(_: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
 
 
 def _without(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from tandemkv.inference_rank.sglang.pool import store_tokens
-from tandemkv.kernels.reference.paging import rows_at
+from tandemkv.kernels.paging import rows_at
 
 
 class NativeAttention(TorchNativeAttnBackend):

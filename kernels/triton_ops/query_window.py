@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandemkv.kernels.reference.query_window import MIN_EPS
+from tandemkv.kernels.query_window import MIN_EPS
 
 # Sides of a product of tiles are at least 16.
 _MIN_TILE = 16

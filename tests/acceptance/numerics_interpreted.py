@@ -10,44 +10,39 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path += [str(Path(__file__).parents[1] / x) for x in ("acceptance", "kernels", "policies")]
 
+import torch
 from interpreting import mend_interpreter
 from numerics_draw import measure
 from numerics_operations import OPERATIONS
 
-from tandemkv.kernels import dispatch
 
-_TRITON = "tandemkv.kernels.triton_ops."
-# Weights are quantised once, at start, by one function for all devices.
-_OF_ALL_DEVICES = ("quantize_int8",)
+def take_triton() -> list[torch.device]:
+    """Let operations on CPU tensors be those for a GPU; return where they were."""
+    found: list[torch.device] = []
 
+    def uses_triton(device: torch.device) -> bool:
+        found.append(device)
+        return True
 
-def take_triton() -> None:
-    """Let operations on CPU tensors be those for a GPU; one that has none is an error."""
-    of_device = dispatch._resolve
-
-    def resolve(module: str, function: str, device_type: str) -> Callable[..., Any]:
-        del device_type
-        found = of_device(module, function, "cuda")
-        if not found.__module__.startswith(_TRITON) and function not in _OF_ALL_DEVICES:
-            raise RuntimeError(f"{function} is not in {_TRITON}{module}")
-        return found
-
-    dispatch._resolve = resolve
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tandemkv.kernels.") and hasattr(module, "uses_triton"):
+            module.uses_triton = uses_triton
+    return found
 
 
 def main() -> None:
     """Print a measurement of each operation as JSON."""
     mend_interpreter()
-    take_triton()
-    found = {}
+    launched, found = take_triton(), {}
     for name, number in json.loads(sys.argv[1]).items():
+        launched.clear()
         found[name] = measure(name, OPERATIONS[name], number, is_interpreted=True)
+        if not launched:
+            raise RuntimeError(f"{name} is not in triton_ops")
     print(json.dumps(found))
 
 

@@ -21,9 +21,9 @@ from collections.abc import Callable
 import torch
 from kernels_score import DIM, HEADS, PAGE, QO_HEADS, make_pool, replay_times, tune
 
+from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
-from tandemkv.kernels.reference.select import score_topk as reference
 from tandemkv.kernels.select import make_select_scratch, score_topk
 from tandemkv.kernels.streams import let_chain
 from tandemkv.kernels.triton_ops import select as triton_select
@@ -66,7 +66,9 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
         )  # fmt: skip
 
     keys, scales = pools[0]
-    want = reference(q[:1], keys, table, lo[:1], hi[:1], args.k, k_scale=scales, **options)[1]
+    want = plain(score_topk)(q[:1], keys, table, lo[:1], hi[:1], args.k, k_scale=scales, **options)[
+        1
+    ]
     got = select(0)[1][:1]
     error = float((got.sort(-1).values - want.sort(-1).values).abs().max() / want.max())
     coded = 1 / 16 if args.index == "int4" else 0  # a code of a byte is apart from its share

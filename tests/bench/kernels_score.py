@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tandemkv.kernels.reference.score import score_keys as reference
+from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys
 from tandemkv.kernels.triton_ops import score as triton_score
 
@@ -118,7 +118,7 @@ def measure(index: str, length: int, num_reqs: int, args: argparse.Namespace) ->
 
         name = f"score {index} {num_reqs}x{length} {pooling}"
         times = replay_times(run, args.replays, num_layers)
-        want = reference(
+        want = plain(score_keys)(
             q[:1], pools[-1][0], table, lo[:1], hi[:1], k_scale=pools[-1][1], **options
         )
         got, want = out[0, :, 4 : length - 64], want[0, :, 4 : length - 64]

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
+from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
-from tandemkv.kernels.reference.mirror import mirror_diff as mirror_reference
-from tandemkv.kernels.reference.samples import attend_samples as samples_reference
 from tandemkv.kernels.samples import attend_samples, make_sample_scratch
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
@@ -151,7 +150,7 @@ def bench_mirror(
     theirs = [resident.clone(), used.clone()]
     got = mirror_diff(selected, *ours, **keywords, selected_scores=scores, scratch=scratch)
     found = None if weights is None else weights.clone()
-    want = mirror_reference(selected, *theirs, **keywords, selected_scores=scores)
+    want = plain(mirror_diff)(selected, *theirs, **keywords, selected_scores=scores)
     assert all(map(torch.equal, (*got, *ours), (*want, *theirs)))
     if weights is not None and found is not None:
         torch.testing.assert_close(found, weights, rtol=2e-5, atol=2e-5)
@@ -201,7 +200,7 @@ def bench_samples(sizes: Sizes, num_samples: int) -> Iterator[dict[str, object]]
         )  # fmt: skip
 
     call(0)
-    samples_reference(
+    plain(attend_samples)(
         q, *pools[0], slots, rows, weight[0], active, want, lse, scale=scale, lse_unit=1.0
     )
     torch.testing.assert_close(out, want.to(out.dtype), rtol=1.6e-2, atol=1.6e-2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from tolerances import Tolerance
 
-from tandemkv.kernels.reference.quantize import quantize_int4_pages, quantize_int8
+from tandemkv.kernels.quantize import quantize_int4_pages, quantize_int8
 
 NATIVE = ("float32", "float16", "bfloat16")
 KINDS = (*NATIVE, "int8", "int4")

@@ -8,7 +8,7 @@ import torch
 from tolerances import EXACT, Tolerance, assert_close, error_ratio
 
 from tandemkv.kernels.check import Dims
-from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.dispatch import plain, uses_triton
 
 WANT = torch.tensor([1.0, -2.0, math.inf, math.nan, -math.inf], dtype=torch.float64)
 
@@ -54,10 +54,11 @@ def test_errors_are_parts_of_what_is_allowed() -> None:
 
 
 def test_dispatch() -> None:
-    cpu = resolve("merge", "merge_attention", torch.device("cpu"))
-    assert cpu.__module__ == "tandemkv.kernels.reference.merge"
-    with pytest.raises(AttributeError):
-        resolve("merge", "no_such_operation", torch.device("cpu"))
+    gpu = torch.device("cuda")
+    assert uses_triton(gpu)
+    assert not uses_triton(torch.device("cpu"))
+    assert not plain(uses_triton)(gpu)
+    assert uses_triton(gpu)
 
 
 def test_devices_must_agree() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
-from tandemkv.kernels.reference import exchange, mirror
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 pytest.importorskip("triton")
@@ -100,8 +100,8 @@ def test_replayed_step_keeps_mirror_and_rows_together() -> None:
         hi.fill_(context)
         target.fill_(min(slots, 20 * now))
         graph.replay()
-        want = mirror.mirror_diff(selected, resident[1], used[1], **keywords)
-        exchange.exchange_rows(*pools, table, *want, *res[1], rows, page_size=page)
+        want = plain(mirror_diff)(selected, resident[1], used[1], **keywords)
+        plain(exchange_rows)(*pools, table, *want, *res[1], rows, page_size=page)
         assert torch.equal(fetch[0], want[0])
         assert torch.equal(fetch[1], want[1])
         assert torch.equal(resident[0], resident[1])

@@ -3,11 +3,12 @@
 
 import pytest
 import torch
+from plain_torch import in_plain_torch
 
-from tandemkv.kernels.reference import changed_rows as reference
 from tandemkv.kernels.triton_ops import changed_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+reference = in_plain_torch("changed_rows")
 NUM_ROWS, HEADS = 5, 3
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 # num_slots, cap, share of slots that differ

@@ -6,9 +6,9 @@ Run by `test_triton_ops` in a process of its own.
 
 import pytest
 import torch
+from plain_torch import in_plain_torch
 from tolerances import TOLERANCES, assert_close
 
-from tandemkv.kernels.reference import append, attention, exchange, quantize, samples, score
 from tandemkv.kernels.samples import make_sample_scratch
 from tandemkv.kernels.triton_ops import append as triton_append
 from tandemkv.kernels.triton_ops import attention as triton_attention
@@ -18,6 +18,10 @@ from tandemkv.kernels.triton_ops import samples as triton_samples
 from tandemkv.kernels.triton_ops import score as triton_score
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+append, attention, exchange, quantize, samples, score = (
+    in_plain_torch(name)
+    for name in ("append", "attention", "exchange", "quantize", "samples", "score")
+)
 # The interpreter multiplies bfloat16 as if its bits were integers.
 QUERY = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 HEADS, GROUP, DIM, NUM_SLOTS = 2, 3, 24, 192

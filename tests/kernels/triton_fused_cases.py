@@ -11,15 +11,16 @@ import triton.language as tl
 import triton_score_cases
 from score_inputs import make_keys
 
+from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.position_pooling import pool_positions
-from tandemkv.kernels.reference.select import score_topk as reference
 from tandemkv.kernels.score import POOLINGS, make_score_scratch
-from tandemkv.kernels.select import SelectScratch, make_select_scratch
+from tandemkv.kernels.select import SelectScratch, make_select_scratch, score_topk
 from tandemkv.kernels.triton_ops import score as triton_score
 from tandemkv.kernels.triton_ops import select as triton_select
 from tandemkv.kernels.triton_ops import topk as triton_topk
 from tandemkv.kernels.triton_ops.score_scan import decode_share, encode_share
 
+reference = plain(score_topk)
 DEVICE = triton_score_cases.DEVICE
 AS_ON_GPUS = {
     triton_topk: ("MIN_CAPACITY", "MIN_SAMPLE"),

@@ -3,11 +3,12 @@
 
 import pytest
 import torch
+from plain_torch import in_plain_torch
 
-from tandemkv.kernels.reference import gather as reference
 from tandemkv.kernels.triton_ops import gather
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+reference = in_plain_torch("gather")
 SLOTS = 900
 
 

@@ -5,15 +5,16 @@ import math
 
 import pytest
 import torch
+from plain_torch import in_plain_torch
 from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.append import SampleMoves
-from tandemkv.kernels.reference import append, samples
 from tandemkv.kernels.samples import make_sample_scratch
 from tandemkv.kernels.triton_ops import append as triton_append
 from tandemkv.kernels.triton_ops import samples as triton_samples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+append, samples = in_plain_torch("append"), in_plain_torch("samples")
 # The interpreter multiplies bfloat16 as if its bits were integers.
 MULTIPLIED = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 

@@ -6,7 +6,7 @@ import torch
 from score_inputs import EXACT_LOGITS, KINDS, NATIVE, ON_GPU, expected, magnitude, make_keys
 from tolerances import assert_close
 
-from tandemkv.kernels.reference import quantize as reference_quantize
+from tandemkv.kernels import quantize as operations
 from tandemkv.kernels.score import POOLINGS, make_score_scratch
 from tandemkv.kernels.triton_ops import quantize
 from tandemkv.kernels.triton_ops import score as triton_score
@@ -115,7 +115,7 @@ def test_quantize_equals_the_reference(dtype: torch.dtype, dim: int, page_size: 
     table = tensor([4, 6, 1, 3, 1, 4, 3, 6]).view(2, 4)[:, :3]
     lengths = tensor([2 * page_size, 2 * page_size - 1])
     # The reference runs on the CPU: on a GPU torch divides by a number through its reciprocal.
-    for i, (run, device) in enumerate(((quantize, DEVICE), (reference_quantize, "cpu"))):
+    for i, (run, device) in enumerate(((quantize, DEVICE), (operations, "cpu"))):
         for buffers in (int4, int4_scales, int8, int8_scales):
             buffers[i] = buffers[i].to(device)
         pool, rows, ends = k_pool.to(device), table.to(device), lengths.to(device)

@@ -7,18 +7,20 @@ from functools import partial
 import pytest
 import torch
 from in_python import best_positions
+from plain_torch import in_plain_torch
 from tolerances import assert_close
 
 from tandemkv.kernels.exchange import SampleWeights
 from tandemkv.kernels.mirror import make_mirror_scratch
-from tandemkv.kernels.reference import exchange, mirror
-from tandemkv.kernels.reference import position_pooling as reference_pooling
 from tandemkv.kernels.triton_ops import exchange as triton_exchange
 from tandemkv.kernels.triton_ops import mirror as triton_mirror
 from tandemkv.kernels.triton_ops import position_pooling as triton_pooling
 from tandemkv.kernels.triton_ops import topk as triton_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+exchange, mirror, pooling = (
+    in_plain_torch(name) for name in ("exchange", "mirror", "position_pooling")
+)
 
 
 def check_topk(scores: torch.Tensor, k: int, lo: list[int] | None, hi: list[int] | None) -> None:
@@ -71,7 +73,7 @@ def test_pooling_over_positions(before: int, after: int, monkeypatch: pytest.Mon
     scores[..., :9] = -math.inf
     scores[0, 1, 50:53] = torch.tensor([math.nan, -math.inf, math.inf])
     scores[1, :, 120:] = -math.inf
-    want = reference_pooling.pool_positions(scores, before, after)
+    want = pooling.pool_positions(scores, before, after)
     assert torch.equal(triton_pooling.pool_positions(scores, before, after), want)
     assert (float(want[0, 1, 53]) == math.inf) == (before > 0)
 

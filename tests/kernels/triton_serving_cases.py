@@ -8,7 +8,7 @@ import pytest
 import torch
 from tolerances import TOLERANCES, assert_close
 
-from tandemkv.kernels.reference import attention
+from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.triton_ops import attention as triton_attention
 from tandemkv.kernels.triton_ops.attention import PAGED
 
@@ -18,11 +18,8 @@ MULTIPLIED = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cud
 
 
 def on_cpu(*tensors: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_paged` of the reference, which is for a CPU."""
-    found: tuple[torch.Tensor, torch.Tensor] = attention.attend_paged(
-        *(tensor.cpu() for tensor in tensors), scale=scale
-    )
-    return found
+    """`attend_paged` in plain torch, which is for a CPU."""
+    return attend_paged(*(tensor.cpu() for tensor in tensors), scale=scale)
 
 
 @pytest.mark.parametrize("dtype", MULTIPLIED)

@@ -3,13 +3,14 @@
 
 import pytest
 import torch
+from plain_torch import in_plain_torch
 
-from tandemkv.kernels.reference import append, step_flags
 from tandemkv.kernels.step_flags import StepWait
 from tandemkv.kernels.triton_ops import append as triton_append
 from tandemkv.kernels.triton_ops import step_flags as triton_step_flags
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+append, step_flags = in_plain_torch("append"), in_plain_torch("step_flags")
 BOTH = (step_flags, triton_step_flags)
 
 

@@ -6,12 +6,13 @@ import random
 
 import pytest
 import torch
+from plain_torch import in_plain_torch
 
-from tandemkv.kernels.reference import step_tables as reference
 from tandemkv.kernels.step_tables import CandidateTables
 from tandemkv.kernels.triton_ops import step_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+reference = in_plain_torch("step_tables")
 MAX_BATCH, NUM_ROWS = 12, 9
 INDEX = pytest.mark.parametrize(
     ("rows_dtype", "lengths_dtype"),

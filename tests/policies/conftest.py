@@ -125,7 +125,9 @@ def make_bench():
         slots = torch.stack(
             [torch.randperm(256, generator=generator)[: max(lengths)] for _ in lengths]
         ).to(torch.int32)
-        return Bench(find_policy(name)(context), context, lengths, k, slots)
+        policy = find_policy(name)(context)
+        policy.make_rows(lambda _, shape, dtype: torch.zeros(shape, dtype=dtype), 1 + len(lengths))
+        return Bench(policy, context, lengths, k, slots)
 
     return make
 

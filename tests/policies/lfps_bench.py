@@ -47,6 +47,11 @@ class Bench:
         self.slots = torch.randperm(positions, generator=generator).to(torch.int32)
         self.owner = (1, 1)
 
+    def table(self, name, n):
+        """Return ``[H, n]``: ``vertical`` by candidate, ``slash`` by distance."""
+        tables, unit = self.state.arrays[0], self.state.arrays[3]
+        return tables[("vertical", "slash").index(name), :, :n].astype(float) * unit[:, None]
+
     def stored(self):
         """K and V at their slots."""
         dtype = getattr(torch, self.model.dtype)

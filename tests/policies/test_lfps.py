@@ -46,7 +46,7 @@ def test_eq4_by_hand():
     bench.k[:, 0] = 0.0
     bench.k[:6, 0, 0] = torch.tensor([9.0, 1, 2, 3, 7, 7]).log()
     bench.start(6)
-    vertical, slash = bench.state.table("vertical", 4)[0], bench.state.table("slash", 4)[0]
+    vertical, slash = bench.table("vertical", 4)[0], bench.table("slash", 4)[0]
     np.testing.assert_allclose(vertical, 5 * np.array([1 / 6 + 1 / 3, 1, 1 / 2, 0]), rtol=1e-6)
     np.testing.assert_allclose(slash, 5 * np.array([1 / 2 + 2 / 3, 2 / 3, 1 / 6, 0]), rtol=1e-6)
     assert vertical.sum() == pytest.approx(0.5 / (1 - 0.95), rel=1e-6)  # Eq. 15
@@ -144,8 +144,8 @@ def test_a_run_against_the_printed_equations(group, options):
             np.testing.assert_allclose(got[:, :-1], output, rtol=2e-4, atol=2e-5)
             np.testing.assert_allclose(got[:, -1], lse, rtol=1e-5, atol=1e-5)
             n = position + 1 - 8 - 2
-            vertical = bench.state.table("vertical", n)[head]
-            slash = bench.state.table("slash", n)[head]
+            vertical = bench.table("vertical", n)[head]
+            slash = bench.table("slash", n)[head]
             np.testing.assert_allclose(vertical, each.vertical[2:], rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(slash[::-1], each.slash[2:], rtol=1e-4, atol=1e-5)
             want_scored += len(candidates)
@@ -199,7 +199,7 @@ def test_bypass_returns_the_mean_with_the_weight_of_the_rest():
     (each,) = bench.references()
     bench.start(200)
     each.start(np.stack([bench.group(0, p) for p in range(196, 200)]), list(range(196, 200)))
-    before = bench.state.table("vertical", 191).copy()
+    before = bench.table("vertical", 191).copy()
     found = bench.step(200)
     rho, log_global = each.rho(bench.group(0, 200), 200)
     assert (rho > 0.85).all()
@@ -208,7 +208,7 @@ def test_bypass_returns_the_mean_with_the_weight_of_the_rest():
         torch.testing.assert_close(found.merged[0, g, :-1].double(), mean, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.merged[0, :, -1], log_global, rtol=1e-5)
     assert found.num_scored == found.num_attended == 0
-    np.testing.assert_array_equal(bench.state.table("vertical", 191), before)
+    np.testing.assert_array_equal(bench.table("vertical", 191), before)
 
 
 @pytest.mark.parametrize(("bypass", "weight_of_rest"), [("sink", 0.0), ("mean", 1.0)])
@@ -245,8 +245,8 @@ def test_a_row_without_tables_takes_the_best_of_all_and_fills_them():
     assert float(found.merged[0, 0, -1]) == pytest.approx(float(best.logsumexp(0)), rel=1e-6)
     assert (found.num_scored, found.num_attended) == (51, 10)
     weights = 10.0 * logits.softmax(0).numpy()  # 1 / (2 (1 - r))
-    np.testing.assert_allclose(bench.state.table("vertical", 51)[0], weights, rtol=1e-4)
-    np.testing.assert_allclose(bench.state.table("slash", 51)[0], weights[::-1], rtol=1e-4)
+    np.testing.assert_allclose(bench.table("vertical", 51)[0], weights, rtol=1e-4)
+    np.testing.assert_allclose(bench.table("slash", 51)[0], weights[::-1], rtol=1e-4)
     assert bench.step(61).num_scored < 51
 
 

@@ -27,7 +27,9 @@ def make(make_bench):
     def make_policy(clusters=CLUSTERS, **changes):
         context = make_bench("sync_kv", num_sink_tokens=0, **changes).context
         model = msgspec.structs.replace(context.model, num_kv_heads=3, num_layers=1)
-        return SyncKVPolicy(replace(context, model=model, clusters=clusters))
+        policy = SyncKVPolicy(replace(context, model=model, clusters=clusters))
+        policy.make_rows(lambda _, shape, dtype: torch.zeros(shape, dtype=dtype), 9)
+        return policy
 
     return make_policy
 

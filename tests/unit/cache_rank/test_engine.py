@@ -15,7 +15,7 @@ from tandemkv.cache_rank.policies.base import (
     LayerShare,
 )
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
-from tandemkv.kernels.reference.samples import sample_weights
+from tandemkv.kernels.samples import sample_weights
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

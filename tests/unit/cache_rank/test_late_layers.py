@@ -11,7 +11,7 @@ import torch
 from engine_world import DIM, HEADS, LAYERS, QUERY_HEADS, World
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.kernels.reference.samples import sample_weights
+from tandemkv.kernels.samples import sample_weights
 
 NUM_RECENT = 16
 

@@ -7,8 +7,10 @@ each step: both would be those of the capture, as on a GPU. What CUDA would not 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
+from inspect import isfunction
 from typing import Any
 
 import pytest
@@ -18,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandemkv.cache_rank.pump.captured_steps import CapturedSteps
-from tandemkv.kernels import dispatch
 
 _aten = torch.ops.aten
 _REFUSED = {
@@ -142,8 +143,10 @@ def play_graphs(patch: pytest.MonkeyPatch) -> None:
 
 def record_kernels(patch: pytest.MonkeyPatch) -> None:
     """Let tapes have kernels as a whole, whatever calls them."""
-    resolve = dispatch._resolve
-    patch.setattr(dispatch, "_resolve", lambda *names: _recorded(resolve(*names)))
+    for module in [x for name, x in sys.modules.items() if name.startswith("tandemkv.")]:
+        for name, found in list(vars(module).items()):
+            if isfunction(found) and "uses_triton" in found.__code__.co_names:
+                patch.setattr(module, name, _recorded(found))
 
 
 def _recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
