@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
-from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.models.weight_formats import read_weight_format
 from tandemkv.inference_rank.weights.query_checkpoint import (
     LOADED_FROM_SAFETENSORS,
@@ -20,27 +18,14 @@ from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import value_of
 
 
-def check_fitted_queries(settings: ServeSettings, spec: ModelSpec) -> None:
-    """Refuse a file of fitted projections that is not of this model and distance.
-
-    Raises `SettingsError`, saying how to make one that fits.
-    """
-    FittedQueries.of(settings.selection, spec)
-
-
 def check_query_weights(
     settings: ServeSettings, model_dir: Path, config: Mapping[str, Any]
 ) -> None:
     """Refuse a quantised model whose ``W_q`` cannot be read, if the policy predicts queries.
 
-    The headers of a quantised checkpoint are read, no weight.
-
-    Raises
-    ------
-    SettingsError
-        If an argument makes SGLang's modules unreadable.
-    UnsupportedModelError
-        Naming the format, with the reason and what to do.
+    The headers of a quantised checkpoint are read, no weight. Raises `SettingsError` if an argument
+    makes SGLang's modules unreadable, `UnsupportedModelError` with the format, the reason and what
+    to do.
     """
     if not settings.selection.declared.predicts_from_hidden:
         return

@@ -10,14 +10,16 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol, Self
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
-from tandemkv.server.cli.progress import StartProgress
+from tandemkv.server.cli.start_view import StartProgress
 
 from .child_process import ChildProcess, ChildSpec
 from .liveness import Liveness, Pulse
@@ -186,11 +188,10 @@ class Launcher:
         loads_meanwhile = are_ours and not self._plan.sglang_waits
         if loads_meanwhile and self._sglang is not None:
             self._sglang.start(self._watchdog)
-        if own:
-            with self._progress.stage("cache rank" if len(own) == 1 else "cache ranks"):
-                self._await_cache_ranks(deadline)
-        else:
-            self._await_cache_ranks(deadline)
+        title = "cache rank" if len(own) == 1 else "cache ranks"
+        with self._progress.stage(title) if own else nullcontext():
+            for found, plan in zip(self._cache_ranks, self._plan.cache_ranks, strict=True):
+                self._await(plan.detail, deadline, found.child if found else None)
         for standby in self._standbys:
             if standby is not None:
                 standby.start(self._watchdog)
@@ -199,13 +200,11 @@ class Launcher:
         if not loads_meanwhile:
             self._sglang.start(self._watchdog)
         with self._progress.stage("SGLang loading"):
-            self._await(self._loading_detail, deadline, self._sglang.child)
+            loading = partial(self._server_detail, is_loading=True)
+            self._await(loading, deadline, self._sglang.child)
         with self._progress.stage("handshake and warm-up"):
-            self._await(self._handshake_detail, deadline, self._sglang.child)
-
-    def _await_cache_ranks(self, deadline: float) -> None:
-        for rank, plan in zip(self._cache_ranks, self._plan.cache_ranks, strict=True):
-            self._await(plan.detail, deadline, None if rank is None else rank.child)
+            shaking_hands = partial(self._server_detail, is_loading=False)
+            self._await(shaking_hands, deadline, self._sglang.child)
 
     def _ranks(self) -> list[SupervisedRank]:
         ranks = (*self._standbys, *self._cache_ranks, self._sglang)
@@ -214,31 +213,25 @@ class Launcher:
     def _children(self) -> list[ChildProcess]:
         return [rank.child for rank in self._ranks()]
 
-    def _loading_detail(self) -> str | None:
-        state = self._own_state()
-        return None if state.reachable else state.detail
-
-    def _handshake_detail(self) -> str | None:
-        state = self._own_state()
-        return None if state.ready else state.detail
-
-    def _own_state(self) -> ServerState:
+    def _server_detail(self, *, is_loading: bool) -> str | None:
         state = self._plan.server_state()
         if state.is_other:  # SGLang stays alive without its port
             raise LaunchError(state.detail)
-        return state
+        return None if state.ready or (is_loading and state.reachable) else state.detail
 
     def _await(
-        self,
-        detail: Callable[[], str | None],
-        deadline: float,
-        waited_for: ChildProcess | None = None,
+        self, detail: Callable[[], str | None], deadline: float, waited_for: ChildProcess | None
     ) -> None:
         """Wait until `detail` returns None; fail as soon as a child ends or time is up."""
         pause = _TICK_S
         while True:
             reason = detail()
-            self._raise_if_stopped_or_ended()
+            if self._is_asked_to_stop():
+                raise _StopRequestedError
+            for child in self._children():
+                status = child.exit_status()
+                if status is not None:
+                    raise LaunchError(f"{child.spec.name} ended: {status}\n{tail(child)}")
             if reason is None:
                 return
             self._progress.note(escape(reason))
@@ -250,14 +243,6 @@ class Launcher:
                 )
             self._pause(pause)
             pause = min(0.5, pause * 1.5)
-
-    def _raise_if_stopped_or_ended(self) -> None:
-        if self._is_asked_to_stop():
-            raise _StopRequestedError
-        for child in self._children():
-            status = child.exit_status()
-            if status is not None:
-                raise LaunchError(f"{child.spec.name} ended: {status}\n{tail(child)}")
 
     def _serve(self) -> None:
         for rank in (*self._cache_ranks, self._sglang):
@@ -274,9 +259,8 @@ class Launcher:
         return bool(self._signals.count) or self._plan.is_over() or self._has_ended_elsewhere()
 
     def _has_ended_elsewhere(self) -> bool:
-        if not self._plan.ends_with_sglang or self._sglang is None:
-            return False
-        return self._sglang.child.exit_status() == "exit code 0"
+        child = self._sglang.child if self._plan.ends_with_sglang and self._sglang else None
+        return child is not None and child.exit_status() == "exit code 0"
 
     def _pause(self, seconds: float) -> None:
         """Sleep in short steps, so that a signal or a child's end is seen at once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import logging
 import os
 import signal
 import threading
@@ -34,7 +33,7 @@ from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.server.checks.ports import choose_port
-from tandemkv.server.checks.preflight import check_policy, resolve_cache_rank
+from tandemkv.server.checks.preflight import resolve_cache_rank
 from tandemkv.server.checks.shared_gpus import check_shared_gpus
 from tandemkv.server.plan.devices import cache_rank_device
 from tandemkv.server.settings.launch_settings import ServeSettings
@@ -48,6 +47,7 @@ from .cache_rank_launch import (
     cache_rank_launch,
     cache_rank_pulse,
     clean_run_dir,
+    log_to_stderr,
     restart_rules,
 )
 from .child_process import ChildSpec
@@ -125,16 +125,10 @@ def run_pump(settings: ServeSettings, path: Path, rank: int = 0) -> None:
 
     It serves once the cache rank lets it in: the two hosts may start in any order.
 
-    Raises
-    ------
-    SettingsError
-        If address or keys are missing, or unusable.
-    HandshakeRefusedError
-        If the cache rank does not let us in.
-    CacheRankError
-        If another process serves the run directory.
+    Raises `SettingsError` if address or keys are missing or unusable, `HandshakeRefusedError` if
+    the cache rank does not let us in, `CacheRankError` if another process serves the run directory.
     """
-    _log()
+    log_to_stderr()
     keys = _keys(settings)
     address = LinkAddress.parse_peer(settings.cache_rank_addresses[rank])
     own, server = own_keys(keys, INFERENCE_RANK), public_key(keys, CACHE_RANK)
@@ -160,16 +154,11 @@ def run_far_rank(
     end. `address` is ``tcp://HOST:PORT`` of one interface. Inference ranks may come from `hosts`;
     none: from any.
 
-    Raises
-    ------
-    SettingsError, UnsupportedModelError
-        Before anything is started.
-    CacheRankError
-        If the address cannot be bound.
-    LaunchError
-        If the cache rank did not become ready, or ended too often.
+    Raises `SettingsError` or `UnsupportedModelError` before anything is started, `CacheRankError`
+    if the address cannot be bound, `LaunchError` if the cache rank did not become ready, or ended
+    too often.
     """
-    _log()
+    log_to_stderr()
     keys, where = _keys(settings), LinkAddress.parse(address)
     with _loading_at_once():
         settings, model_dir, device = _resolve_far(settings, rank, console)
@@ -226,7 +215,6 @@ def _resolve_far(
 ) -> tuple[ServeSettings, Path, str]:
     """Return what cache rank `rank` of another host is to be told, its model, and its device."""
     settings = settings.model_copy(update={"transport": "message"})
-    check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
     settings, model_dir = resolve_cache_rank(settings, device, console.print)
     last = settings.rank_settings.placement.num_shards - 1
@@ -268,9 +256,3 @@ def _keys(settings: ServeSettings) -> Path:
             "`tandemkv link-keys` made"
         )
     return settings.link_keys
-
-
-def _log() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )

@@ -23,12 +23,10 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.checks.ports import server_url
 from tandemkv.server.checks.preflight import (
     ResolvedLaunch,
-    check_policy,
     resolve_cache_rank,
     resolve_launch,
 )
-from tandemkv.server.cli.progress import StartProgress
-from tandemkv.server.cli.start_view import start_view
+from tandemkv.server.cli.start_view import StartProgress, start_view
 from tandemkv.server.models.embedded_model import cache_root
 from tandemkv.server.plan.devices import cache_rank_device
 from tandemkv.server.settings.launch_settings import ServeSettings
@@ -45,6 +43,7 @@ from .cache_rank_launch import (
     cache_rank_detail,
     cache_rank_launches,
     clean_run_dir,
+    log_to_stderr,
     restart_rules,
     status_detail,
 )
@@ -71,14 +70,9 @@ def serve(
 ) -> None:
     """Check, start both ranks, serve until a signal, shut down.
 
-    With `split` SGLang alone is started here, once the cache rank answers.
-
-    Raises
-    ------
-    SettingsError, UnsupportedModelError
-        Before anything is started.
-    LaunchError
-        If a rank did not become ready, or ended too often.
+    With `split` SGLang alone is started here, once the cache rank answers. Raises `SettingsError`
+    or `UnsupportedModelError` before anything is started, `LaunchError` if a rank did not become
+    ready, or ended too often.
     """
     progress = StartProgress(console)
     with progress.stage(f"model {settings.model}"):
@@ -108,8 +102,8 @@ def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) ->
     refuse_live_server(run_dir)
     numbers = ("", "[1-9]", "[1-9][0-9]")  # of the cache ranks
     logs = [_SGLANG_LOG, *(f"{name}{number}.log" for name in CACHE_RANK_LOGS for number in numbers)]
-    for log in logs:
-        for path in (*run_dir.path.glob(log), *run_dir.path.glob(f"{log}.1")):
+    for pattern in (*logs, *(f"{log}.1" for log in logs)):
+        for path in run_dir.path.glob(pattern):
             path.unlink(missing_ok=True)
     run_dir.clear_sglang()
     return run_dir
@@ -127,7 +121,7 @@ def refuse_live_server(run_dir: RunDir) -> None:
         )
 
 
-def prepare_sglang(run_dir: RunDir) -> None:
+def _prepare_sglang(run_dir: RunDir) -> None:
     """Make the run directory ready for SGLang's first start, or the next one."""
     run_dir.clear_sglang()
     sglang_folders(run_dir)
@@ -174,6 +168,7 @@ def make_plan(
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
     ask_state, ask_pulse, shown = _front(settings, run_dir, url)
+    argv, env = inference_rank_command(launch, run_dir)
     return LaunchPlan(
         cache_ranks=message_launches(settings, run_dir, is_far_here=is_far_here)
         if launch.placement.has_far_host
@@ -181,7 +176,13 @@ def make_plan(
             settings, run_dir, stop_signal=signal.SIGINT if split is None else None
         ),
         meanwhile=MEANWHILE,
-        sglang=_sglang_spec(launch, run_dir),
+        sglang=ChildSpec(
+            name="SGLang",
+            argv=argv,
+            env=env,
+            log_path=run_dir.path / _SGLANG_LOG,
+            hang_signal=signal.SIGQUIT,  # as from a child of its that died
+        ),
         sglang_waits=launch.placement.has_far_host,
         server_state=ask_state,
         ends_with_sglang=settings.nnodes > 1,
@@ -189,7 +190,7 @@ def make_plan(
         rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
-        before_sglang=lambda: prepare_sglang(run_dir),
+        before_sglang=lambda: _prepare_sglang(run_dir),
         make_holder=lambda: make_holder(run_dir, launch.placement.engines_of(settings.node_rank)),
         watched=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
@@ -242,17 +243,6 @@ def inference_rank_command(
     )
     env = sglang_env(settings, os.environ, run_dir=run_dir.path, device=device)
     return argv, env | sglang_folders(run_dir)
-
-
-def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
-    argv, env = inference_rank_command(launch, run_dir)
-    return ChildSpec(
-        name="SGLang",
-        argv=argv,
-        env=env,
-        log_path=run_dir.path / _SGLANG_LOG,
-        hang_signal=signal.SIGQUIT,  # as from a child of its that died
-    )
 
 
 def start_report(run_dir: RunDir) -> RenderableType | None:
@@ -314,23 +304,14 @@ def node_banner(settings: ServeSettings, run_dir: Path) -> str:
 def run_cache_rank_process(settings: ServeSettings, paths: Sequence[Path], rank: int = 0) -> None:
     """Be the cache rank of the run directories `paths`, until a signal; see `cache_rank.process`.
 
-    `rank` is its number, of all cache ranks.
-
-    Raises
-    ------
-    SettingsError, UnsupportedModelError, PolicyError
-        If a directory, the model or the policy cannot be used.
-    CacheRankError
-        If another cache rank serves a directory.
+    `rank` is its number, of all cache ranks. Raises `SettingsError` or `UnsupportedModelError` if a
+    directory or the model cannot be used, `CacheRankError` if another cache rank serves one.
     """
     from tandemkv.cache_rank.process import run_cache_rank
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     logger = logging.getLogger(__name__)
     run_dirs = [RunDir.create(path).path for path in paths]
-    check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
     settings, model_dir = resolve_cache_rank(settings, device, logger.info)
     run_cache_rank(

@@ -23,7 +23,6 @@ from .child_process import ChildProcess
 from .liveness import Liveness
 from .watchdog import Watchdog, remove_segments, shared_memory_of
 
-FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_S = 15.0
 """A rank that lived this long starts over with the shortest pause."""
@@ -47,7 +46,7 @@ class RestartRules:
     hang_timeout_s: float
     start_timeout_s: float
     max_restarts: int
-    first_backoff_s: float = FIRST_BACKOFF_S
+    first_backoff_s: float = 0.5
 
 
 class SupervisedRank:
@@ -93,20 +92,17 @@ class SupervisedRank:
 
     def end_group(self) -> None:
         """End what is left of it, and remove its shared memory."""
-        pid = self.child.pid
-        segments = shared_memory_of([pid])
-        self.child.kill_group()
-        remove_segments(segments)
-        if self._watchdog is not None:
-            self._watchdog.forget(pid)
+        self._end(self.child.kill_group)
 
     def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
         """Ask it to end, and end it after `grace_s`; see `ChildProcess.stop`."""
         self.liveness.stop()
-        if not self.child.is_started:
-            return
+        if self.child.is_started:
+            self._end(lambda: self.child.stop(grace_s, hurry))
+
+    def _end(self, end: Callable[[], None]) -> None:
         segments = shared_memory_of([self.child.pid])
-        self.child.stop(grace_s, hurry)
+        end()
         remove_segments(segments)
         if self._watchdog is not None:
             self._watchdog.forget(self.child.pid)
