@@ -168,9 +168,8 @@ class ModelShape:
     @property
     def _linear_parameters(self) -> int:
         """Parameters of all layers of linear attention besides their MLPs."""
-        if self.linear is None:
-            return 0
-        own = sum(math.prod(x) for x in self.linear.tensors(self.hidden_size).values())
+        tensors = {} if self.linear is None else self.linear.tensors(self.hidden_size)
+        own = sum(math.prod(shape) for shape in tensors.values())
         return len(self.linear_layers) * (own + 2 * self.hidden_size)
 
     @property
@@ -278,12 +277,8 @@ BUILT_IN_SHAPES: Mapping[str, ModelShape] = {
 def find_shape(model: str, *, dtype: str = "bfloat16") -> ModelShape:
     """Return the shape of a built-in name or of a model directory.
 
-    Raises
-    ------
-    SettingsError
-        If `model` is neither, listing the names, or `dtype` is unknown.
-    UnsupportedModelError
-        If the directory's model is not one that can be served.
+    Raises `SettingsError` if `model` is neither, listing the names, or `dtype` is unknown;
+    `UnsupportedModelError` if the directory's model is not one that can be served.
     """
     if dtype not in ITEM_BYTES:
         raise SettingsError(f"dtype={dtype} is unknown; known: {', '.join(ITEM_BYTES)}")
@@ -310,19 +305,9 @@ def shape_of_model(model_dir: Path, *, name: str, dtype: str) -> ModelShape:
 def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> ModelShape:
     """Return the shape that a ``config.json`` describes, its matrices unquantised.
 
-    Parameters
-    ----------
-    config : Mapping[str, Any]
-        Contents of ``config.json``.
-    name : str
-        Shown to the user.
-    dtype : str
-        Of weights and KV when served, a key of `ITEM_BYTES`.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If a field is missing or the architecture is not a supported one.
+    `name` is shown to the user; `dtype`, a key of `ITEM_BYTES`, is that of weights and KV when
+    served. Raises `UnsupportedModelError` if a field is missing or the architecture is not a
+    supported one.
     """
     entry = architecture_of_config(config)
     check_attention(config, entry, name=name)
