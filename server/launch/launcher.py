@@ -10,11 +10,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -32,13 +32,6 @@ _TICK_S = 0.05
 
 class _StopRequestedError(Exception):
     """Ctrl-C or SIGTERM arrived while starting."""
-
-
-class Holder(Protocol):
-    """See `DescriptorHolder`."""
-
-    def close(self) -> None:
-        """Let go of everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +61,7 @@ class LaunchPlan:
     `ends_with_sglang`: SGLang ends with 0 where another host has asked for it, and that is the end.
     `sglang_waits` tells whether it is started once the cache ranks answer, else while they load: it
     gives up half a minute after it has loaded, and another host may come later.
-    `make_holder` makes what holds memory for the ranks while the launch lives.
+    `holder` makes what holds memory for the ranks while the launch lives.
     `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
     `before_sglang` is called before each start of SGLang.
     `start_report` is asked once the server is ready, and printed.
@@ -90,7 +83,7 @@ class LaunchPlan:
     exit_timeout_s: float = 15.0
     clean_up: Callable[[bool], None]
     before_sglang: Callable[[], None] = lambda: None
-    make_holder: Callable[[], Holder | None] = lambda: None
+    holder: Callable[[], AbstractContextManager[object]] = nullcontext
     watched: tuple[str, ...] = ()
     start_report: Callable[[], RenderableType | None] = lambda: None
 
@@ -120,7 +113,8 @@ class Launcher:
     """One launch, from start to shutdown. Use once."""
 
     def __init__(self, plan: LaunchPlan, console: Console, *, verbose: bool = False) -> None:
-        self._plan = plan
+        self._plan, self._held = plan, ExitStack()
+        self._watchdog = Watchdog(plan.watched)
         self._console = console
         self._verbose = verbose
         self._sglang = self._supervised(
@@ -149,8 +143,8 @@ class Launcher:
             return None
         child = ChildProcess(spec)
         return SupervisedRank(
-            child, Liveness(lambda: ask(child.pid)), self._plan.rules, self._console,
-            meanwhile=meanwhile, before_start=before_start,
+            child, self._watchdog, Liveness(lambda: ask(child.pid)), self._plan.rules,
+            self._console, meanwhile=meanwhile, before_start=before_start,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -159,11 +153,9 @@ class Launcher:
         Raises `LaunchError` if a rank did not become ready, or ended too often.
         """
         with StopSignals() as self._signals:
-            self._watchdog = Watchdog(self._plan.watched)
-            self._holder: Holder | None = None
             keep_logs = False
             try:
-                self._holder = self._plan.make_holder()
+                self._held.enter_context(self._plan.holder())
                 self._start()
                 report = self._plan.start_report()
                 if report is not None:
@@ -183,22 +175,22 @@ class Launcher:
         deadline = time.monotonic() + self._plan.rules.start_timeout_s
         own = [rank for rank in self._cache_ranks if rank is not None]
         for rank in own:
-            rank.start(self._watchdog)
+            rank.start()
         are_ours = bool(own) and len(own) == len(self._cache_ranks)
         loads_meanwhile = are_ours and not self._plan.sglang_waits
         if loads_meanwhile and self._sglang is not None:
-            self._sglang.start(self._watchdog)
+            self._sglang.start()
         title = "cache rank" if len(own) == 1 else "cache ranks"
         with self._progress.stage(title) if own else nullcontext():
             for found, plan in zip(self._cache_ranks, self._plan.cache_ranks, strict=True):
                 self._await(plan.detail, deadline, found.child if found else None)
         for standby in self._standbys:
             if standby is not None:
-                standby.start(self._watchdog)
+                standby.start()
         if self._sglang is None:
             return
         if not loads_meanwhile:
-            self._sglang.start(self._watchdog)
+            self._sglang.start()
         with self._progress.stage("SGLang loading"):
             loading = partial(self._server_detail, is_loading=True)
             self._await(loading, deadline, self._sglang.child)
@@ -300,8 +292,7 @@ class Launcher:
             drain_s = self._plan.drain_timeout_s if asked else 0.0
             rank.stop(drain_s + self._plan.exit_timeout_s, hurry)
         self._echo_logs()
-        if self._holder is not None:
-            self._holder.close()
+        self._held.close()
         self._watchdog.close()
         self._plan.clean_up(keep_logs)
         if speaks:

@@ -8,10 +8,9 @@ import glob
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from rich.console import Console
@@ -178,7 +177,8 @@ def run_far_rank(
     )  # fmt: skip
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(alone), encoding="utf-8")
-    serving = _Serving(FarPump(run_dir, ours, door, rank, homes).run)
+    stop, run = threading.Event(), FarPump(run_dir, ours, door, rank, homes).run
+    pump = threading.Thread(target=run, args=(stop,), name="far pump")
     plan = LaunchPlan(
         # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
         # one host.
@@ -191,8 +191,8 @@ def run_far_rank(
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         # Whoever starts us again after SIGKILL may be in a directory that was given by then.
         watched=(*run_dir.made, glob.escape(str(run_dir.path))) if is_ours else (),
-        make_holder=serving.start,
-        is_over=lambda: serving.has_ended,
+        holder=lambda: _serving(pump, stop),
+        is_over=lambda: not pump.is_alive(),  # it ended by itself, and the K/V went with it
         banner=f"cache rank at {door.address}",
     )
     Launcher(plan, console, verbose=verbose).run()
@@ -226,27 +226,15 @@ def _resolve_far(
     return settings, model_dir, device
 
 
-class _Serving:
-    """A pump in a thread, as long as the launch lives."""
-
-    def __init__(self, run: Callable[[threading.Event], None]) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=run, args=(self._stop,), name="far pump")
-
-    def start(self) -> Self:
-        """Begin to serve."""
-        self._thread.start()
-        return self
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it ended by itself, which ends the launch: the K/V went with it."""
-        return not self._thread.is_alive()
-
-    def close(self) -> None:
-        """End it, and with it the memory."""
-        self._stop.set()
-        self._thread.join()
+@contextlib.contextmanager
+def _serving(pump: threading.Thread, stop: threading.Event) -> Iterator[None]:
+    """Have a pump serve in a thread, as long as the launch lives; the memory ends with it."""
+    pump.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        pump.join()
 
 
 def _keys(settings: ServeSettings) -> Path:

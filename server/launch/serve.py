@@ -191,7 +191,7 @@ def make_plan(
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         before_sglang=lambda: _prepare_sglang(run_dir),
-        make_holder=lambda: make_holder(run_dir, launch.placement.engines_of(settings.node_rank)),
+        holder=lambda: hold_memory(run_dir, launch.placement.engines_of(settings.node_rank)),
         watched=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
         sglang_pulse=ask_pulse,
@@ -218,10 +218,8 @@ def _front(
     )
 
 
-def make_holder(run_dir: RunDir, engines: Sequence[int]) -> ExitStack | None:
-    """Return what holds the memory of `engines`, by their numbers; None for none."""
-    if not engines:
-        return None
+def hold_memory(run_dir: RunDir, engines: Sequence[int]) -> ExitStack:
+    """Return what holds the memory of `engines`, by their numbers."""
     with ExitStack() as held:
         for rank in engines:
             own = run_dir.of_rank(rank)

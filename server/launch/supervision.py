@@ -59,6 +59,7 @@ class SupervisedRank:
     def __init__(
         self,
         child: ChildProcess,
+        watchdog: Watchdog,
         liveness: Liveness,
         rules: RestartRules,
         console: Console,
@@ -67,12 +68,12 @@ class SupervisedRank:
         before_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.child = child
+        self._watchdog = watchdog
         self.liveness = liveness
         self._rules = rules
         self._console = console
         self._meanwhile = meanwhile
         self._before_start = before_start
-        self._watchdog: Watchdog | None = None
         self._started = 0.0
         self._backoff_s = rules.first_backoff_s
         self._restart_at: float | None = None
@@ -80,15 +81,14 @@ class SupervisedRank:
         self._is_coming_back = False
         self._kill_at: float | None = None
 
-    def start(self, watchdog: Watchdog) -> None:
+    def start(self) -> None:
         """Start it for the first time, or again."""
-        self._watchdog = watchdog
         reach("launcher.start")
         self._before_start()
         self.liveness.expect_start()
         self.child.start()
         self._started = time.monotonic()
-        watchdog.watch(self.child.pid)
+        self._watchdog.watch(self.child.pid)
 
     def end_group(self) -> None:
         """End what is left of it, and remove its shared memory."""
@@ -104,8 +104,7 @@ class SupervisedRank:
         segments = shared_memory_of([self.child.pid])
         end()
         remove_segments(segments)
-        if self._watchdog is not None:
-            self._watchdog.forget(self.child.pid)
+        self._watchdog.forget(self.child.pid)
 
     def keep(self) -> None:
         """Do what is due: called every moment while serving. Never waits.
@@ -115,9 +114,9 @@ class SupervisedRank:
         reach("launcher.turn")
         now = time.monotonic()
         if self._restart_at is not None:
-            if now >= self._restart_at and self._watchdog is not None:
+            if now >= self._restart_at:
                 self._restart_at = None
-                self.start(self._watchdog)
+                self.start()
                 self._is_coming_back = True
                 self._say(f"{self.child.spec.name} restarted, pid {self.child.pid}")
             return
