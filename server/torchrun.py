@@ -34,6 +34,7 @@ from tandemkv.server.cli.command_classes import (
     VerboseOption,
     add_arguments,
 )
+from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.launch.cache_rank_launch import (
     MEANWHILE,
     SETTINGS_FILE,
@@ -73,9 +74,7 @@ def torchrun(
     model: ModelArgument = None,
     config: ConfigOption = None,
     verbose: VerboseOption = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", metavar=SWITCH, help="Show tracebacks of errors.")
-    ] = False,
+    debug: Annotated[bool, option("Show tracebacks of errors.", "--debug", metavar=SWITCH)] = False,
 ) -> None:
     """Serve as processes of torchrun: the first is SGLang's, each other one a cache rank's.
 

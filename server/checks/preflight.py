@@ -21,12 +21,11 @@ from tandemkv.server.plan.placement_choice import check_runs_on, resolve_alone, 
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
 from tandemkv.server.settings.sglang_args import check_sglang_args
 
-from .adapters import check_adapters
 from .model_files import check_model_files
 from .ports import choose_port
 from .query_weights import check_query_weights
+from .sglang_features import check_adapters, check_speculation
 from .shared_gpus import check_shared_gpus
-from .speculation import check_speculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +125,7 @@ def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:
     if device == "cpu":
         return "float32"
     config = read_config(model_dir)
-    saved = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    saved = str(config.get("dtype") or config.get("torch_dtype"))
     return saved if saved in ("bfloat16", "float16") else "bfloat16"
 
 

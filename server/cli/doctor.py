@@ -131,17 +131,15 @@ def check_device() -> Finding:
 
 def check_memory() -> Finding:
     """Compare the free memory with what the processes need."""
-    available = available_bytes()
+    available, needed = available_bytes(), PROCESS_TREE_BYTES
     if available is None:
         return Finding("memory", "warn", "unknown", "make sure that 6 GiB are free")
     text = f"{gib(available)} available"
-    if available < PROCESS_TREE_BYTES:
-        advice = f"the processes alone need {gib(PROCESS_TREE_BYTES)}; end other programs"
+    if available < needed:
+        advice = f"the processes alone need {gib(needed)}; end other programs"
         return Finding("memory", "fail", text, advice)
-    if available < 2 * PROCESS_TREE_BYTES:
-        advice = "serve with a small --cache-tokens, e.g. 16384"
-        return Finding("memory", "warn", text, advice)
-    return Finding("memory", "ok", text)
+    advice = "" if available >= 2 * needed else "serve with a small --cache-tokens, e.g. 16384"
+    return Finding("memory", "warn" if advice else "ok", text, advice)
 
 
 def check_port(port: int) -> Finding:

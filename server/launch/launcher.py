@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
-from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -88,25 +86,20 @@ class LaunchPlan:
     start_report: Callable[[], RenderableType | None] = lambda: None
 
 
-class StopSignals:
-    """Counts SIGINT, SIGTERM and SIGHUP instead of dying of them. A context manager."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them."""
+    found: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda received, _: found.append(received))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup
+    }
+    try:
+        yield found
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 class Launcher:
@@ -152,7 +145,7 @@ class Launcher:
 
         Raises `LaunchError` if a rank did not become ready, or ended too often.
         """
-        with StopSignals() as self._signals:
+        with _stop_signals() as self._signals:
             keep_logs = False
             try:
                 self._held.enter_context(self._plan.holder())
@@ -248,7 +241,7 @@ class Launcher:
             self._pause(_TICK_S)
 
     def _is_asked_to_stop(self) -> bool:
-        return bool(self._signals.count) or self._plan.is_over() or self._has_ended_elsewhere()
+        return bool(self._signals) or self._plan.is_over() or self._has_ended_elsewhere()
 
     def _has_ended_elsewhere(self) -> bool:
         child = self._sglang.child if self._plan.ends_with_sglang and self._sglang else None
@@ -260,7 +253,7 @@ class Launcher:
         while True:
             self._echo_logs()
             rest = end - time.monotonic()
-            if rest <= 0 or self._signals.count:
+            if rest <= 0 or self._signals:
                 return
             time.sleep(min(_TICK_S, rest))
 
@@ -273,7 +266,7 @@ class Launcher:
                     self._console.print(text, soft_wrap=True)
 
     def _shut_down(self, *, keep_logs: bool) -> None:
-        asked = self._signals.count
+        asked = len(self._signals)
         speaks = self._plan.sglang is not None and (asked or self._has_ended_elsewhere())
         if speaks and not asked:
             self._console.print("another node has ended the server")
@@ -285,7 +278,7 @@ class Launcher:
 
         def hurry() -> bool:
             self._echo_logs()
-            return self._signals.count > max(1, asked)
+            return len(self._signals) > max(1, asked)
 
         # SGLang first: its requests need the cache rank until they are finished.
         for rank in reversed(self._ranks()):

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -167,7 +168,7 @@ def make_plan(
     fresh.replace(run_dir.path / SETTINGS_FILE)
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
-    ask_state, ask_pulse, shown = _front(settings, run_dir, url)
+    ask_state, ask_pulse = _front(settings, run_dir, url)
     argv, env = inference_rank_command(launch, run_dir)
     return LaunchPlan(
         cache_ranks=message_launches(settings, run_dir, is_far_here=is_far_here)
@@ -186,7 +187,7 @@ def make_plan(
         sglang_waits=launch.placement.has_far_host,
         server_state=ask_state,
         ends_with_sglang=settings.nnodes > 1,
-        banner=shown,
+        banner=banner(settings, url, run_dir.path),
         rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
@@ -200,22 +201,15 @@ def make_plan(
 
 def _front(
     settings: ServeSettings, run_dir: RunDir, url: str
-) -> tuple[Callable[[], ServerState], Callable[[], Pulse], str]:
-    """Return how this host's SGLang is asked for its state and its pulse, and what is shown then.
+) -> tuple[Callable[[], ServerState], Callable[[], Pulse]]:
+    """Return how this host's SGLang is asked for its state and its pulse.
 
     The server is at `url`, on the first host; on another there are schedulers alone.
     """
     if settings.node_rank:
-        return (
-            lambda: scheduler_state(run_dir),
-            lambda: scheduler_pulse(run_dir),
-            node_banner(settings, run_dir.path),
-        )
-    return (
-        lambda: server_state(url, instance=run_dir.instance),
-        lambda: sglang_pulse(run_dir, url),
-        banner(settings, url, run_dir.path),
-    )
+        return partial(scheduler_state, run_dir), partial(scheduler_pulse, run_dir)
+    state = partial(server_state, url, instance=run_dir.instance)
+    return state, partial(sglang_pulse, run_dir, url)
 
 
 def hold_memory(run_dir: RunDir, engines: Sequence[int]) -> ExitStack:
@@ -266,7 +260,16 @@ def sglang_pulse(run_dir: RunDir, url: str) -> Pulse:
 
 
 def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
-    """Return what is shown once the server is ready, rich markup."""
+    """Return what is shown once the server, or a host that serves no requests, is ready.
+
+    It is rich markup.
+    """
+    placement = escape(settings.rank_settings.placement.describe())
+    if settings.node_rank:
+        return (
+            f"\n[bold green]ready[/]: node {settings.node_rank} of {settings.nnodes}; node 0 "
+            f"serves requests  (logs in {run_dir})\n{placement}\n\nCtrl-C stops all nodes."
+        )
     body = {
         "model": served_name(settings),
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -278,7 +281,7 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     text = escape(json.dumps(body))
     return (
         f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, logs in {run_dir})\n"
-        f"{escape(settings.rank_settings.placement.describe())}\n"
+        f"{placement}\n"
         f"policy [bold]{escape(selection.policy)}[/], K = {selection.budget_tokens} tokens and "
         f"{selection.num_samples} samples per KV head, exact layers {exact}, cache for "
         f"{settings.cache.capacity_tokens} tokens\n\n"
@@ -286,16 +289,6 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
         f"    -d '{text}'\n"
         f"  tandemkv status --url {escape(url)}\n\n"
         f"Ctrl-C stops {'all nodes' if settings.nnodes > 1 else 'both ranks'}."
-    )
-
-
-def node_banner(settings: ServeSettings, run_dir: Path) -> str:
-    """Return what is shown once a host is ready that serves no requests, rich markup."""
-    return (
-        f"\n[bold green]ready[/]: node {settings.node_rank} of {settings.nnodes}; node 0 serves "
-        f"requests  (logs in {run_dir})\n"
-        f"{escape(settings.rank_settings.placement.describe())}\n\n"
-        "Ctrl-C stops all nodes."
     )
 
 

@@ -137,10 +137,10 @@ class SupervisedRank:
             return
         reason = self.liveness.hangs(self._rules.hang_timeout_s)
         limit = f"{self._rules.hang_timeout_s:g} s (--hang-timeout-s)"
-        if reason is None and not self.liveness.was_ready:
+        is_late = now - self._started > self._rules.start_timeout_s
+        if is_late and not self.liveness.was_ready:
+            reason = "it does not become ready"
             limit = f"{self._rules.start_timeout_s:g} s (--start-timeout-s)"
-            if now - self._started > self._rules.start_timeout_s:
-                reason = "it does not become ready"
         if reason is not None:
             self._say(
                 f"[red]{self.child.spec.name} hangs[/]: {escape(reason)}, allowed are {limit}; "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,16 +95,12 @@ def largest_fitting(
 
     Found by bisection: memory never shrinks when a field grows.
     """
-    low, high = 0, int(getattr(load, field))
-    while low < high:
-        middle = (low + high + 1) // 2
-        changes: dict[str, Any] = {field: middle, "capacity_tokens": None}
-        trial = replace(load, **changes)
-        if _fits(memory_of(placement, shape, trial), gpu_bytes):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def overflows(number: int) -> bool:
+        changes: dict[str, Any] = {field: number, "capacity_tokens": None}
+        return not _fits(memory_of(placement, shape, replace(load, **changes)), gpu_bytes)
+
+    return bisect_left(range(1, getattr(load, field) + 1), True, key=overflows)
 
 
 def break_even_tokens(
@@ -118,16 +115,14 @@ def break_even_tokens(
     dense = Placement(kind=PlacementKind.DENSE, tp_size=tp_size)
     own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=tp_size)
 
-    def is_dense_faster(context: int) -> bool:
+    def is_own_faster(context: int) -> bool:
         trial = replace(load, context_tokens=context, capacity_tokens=None)
         times = [predict_step(x, shape, trial, cost).tpot_ms for x in (dense, own)]
-        return times[0] <= times[1]
+        return times[1] < times[0]
 
-    low, high = load.attended_tokens // 256, load.context_tokens // 256
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_dense_faster(256 * middle) else (low, middle - 1)
-    return 256 * low
+    least = load.attended_tokens // 256 * 256
+    longer = range(least + 256, load.context_tokens + 1, 256)
+    return least + 256 * bisect_left(longer, True, key=is_own_faster)
 
 
 def break_even_batch_tokens(

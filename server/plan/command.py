@@ -171,9 +171,9 @@ def _shape(model: str, dtype: str) -> ModelShape:
     """Return the shape of a directory's model, of the embedded one, or of one that is built in."""
     from tandemkv.server.checks.preflight import resolve_model
 
-    is_embedded = model == EMBEDDED_MODEL
-    source = str(resolve_model(model, lambda _: None)) if is_embedded else model
-    return find_shape(source, dtype=dtype)
+    if model == EMBEDDED_MODEL:
+        model = str(resolve_model(model, lambda _: None))
+    return find_shape(model, dtype=dtype)
 
 
 def _constants(measure: bool) -> Constants:

@@ -182,6 +182,8 @@ def predict_step(
         )
         # The query goes there, its output comes back.
         exact_us = 2 * cost.handover_us + _remote_attention_us(placement, shape, load, cost)
+    if not load.selects:
+        select_us = exposed_us = 0.0
     return StepTime(
         weights_ms=weights_us / 1e3,
         overhead_ms=overhead_us / 1e3,
@@ -199,8 +201,6 @@ def _own_selection(
 
     `scanned` is the share of the layers whose keys are scanned.
     """
-    if not load.selects:
-        return 0.0, 0.0
     rest_us = (1 - scanned) * gather_us(load, cost)
     whole_us = selection_us(shape, load, placement.tp_size, cost, load.own_predictor_dtype)
     select_us = scanned * whole_us + rest_us
@@ -225,8 +225,6 @@ def _remote_selection(
 
     `model_us` is the model's own time a layer, `sparse` the number of layers that select.
     """
-    if not load.selects:
-        return 0.0, 0.0
     parts = _num_parts(placement, shape)
     own_us = selection_us(shape, load, parts, cost, load.predictor_dtype)
     rows_us = exchange_us(shape, load, placement.tp_size, cost, parts)

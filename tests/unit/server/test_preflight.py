@@ -23,7 +23,7 @@ from tandemkv.inference_rank.edge.settings import EdgeSettings
 from tandemkv.server.checks import ports, preflight
 from tandemkv.server.checks.ports import choose_port, server_url
 from tandemkv.server.checks.preflight import ResolvedLaunch, resolve_launch
-from tandemkv.server.checks.speculation import check_speculation
+from tandemkv.server.checks.sglang_features import check_speculation
 from tandemkv.server.cli import doctor
 from tandemkv.server.launch.serve import make_plan
 from tandemkv.server.plan import placement_choice
