@@ -198,17 +198,13 @@ class ChildProcess:
         if self.exit_status() is not None:
             self._await_writer()
         data = b""
-        for path in (self.spec.log_path, self._older_log):
-            if data.count(b"\n") > lines:
-                break
-            try:
-                with path.open("rb") as file:
+        try:
+            for path in (self._older_log, self.spec.log_path):
+                with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                     file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-                    data = file.read() + data
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                return f"(log unreadable: {error.strerror})"
+                    data += file.read()
+        except OSError as error:
+            return f"(log unreadable: {error.strerror})"
         text = data.decode("utf-8", errors="replace")
         return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
 

@@ -22,11 +22,7 @@ from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.checks.ports import server_url
-from tandemkv.server.checks.preflight import (
-    ResolvedLaunch,
-    resolve_cache_rank,
-    resolve_launch,
-)
+from tandemkv.server.checks.preflight import ResolvedLaunch, resolve_cache_rank, resolve_launch
 from tandemkv.server.cli.start_view import StartProgress, start_view
 from tandemkv.server.models.embedded_model import cache_root
 from tandemkv.server.plan.devices import cache_rank_device

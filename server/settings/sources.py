@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,26 +112,23 @@ def _from_yaml(path: Path) -> dict[str, Sourced]:
         return {}
     if not isinstance(tree, dict):
         raise SettingsError(f"--config {path}: a mapping of settings is required")
-    found: dict[str, Sourced] = {}
-    _flatten(tree, "", str(path), found)
-    return found
+    return {key: Sourced(value, str(path)) for key, value in _flat(tree, "", str(path))}
 
 
-def _flatten(tree: Mapping[Any, Any], prefix: str, source: str, out: dict[str, Sourced]) -> None:
+def _flat(tree: Mapping[Any, Any], prefix: str, source: str) -> Iterator[tuple[str, Any]]:
     groups = {key.rpartition(".")[0] for key in setting_fields()} - {""}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key == GROUP:
-            out.update({x: Sourced(item, source) for x, item in options_in(value, source).items()})
-        elif key == _DECIDED:  # in the file that `serve` writes for the cache rank
-            out[key] = Sourced(value, source)
+            yield from options_in(value, source).items()
         elif key in groups:
             if not isinstance(value, dict):
                 raise SettingsError(f"{key} (from {source}): a group of settings is required")
-            _flatten(value, f"{key}.", source, out)
+            yield from _flat(value, f"{key}.", source)
         else:
-            require_known(key, source)
-            out[key] = Sourced(value, source)
+            if key != _DECIDED:  # in the file that `serve` writes for the cache rank
+                require_known(key, source)
+            yield key, value
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
