@@ -4,7 +4,8 @@
 SGLang finds most of this out too, after half a minute and with a traceback, and some of it not at
 all: weights that a checkpoint lacks keep whatever was in memory. Only what is certainly wrong is
 refused. Files are checked in every layout; names and shapes of tensors only in Hugging Face's
-unquantised layout of the supported architectures, and there only those that are present.
+unquantised layout of the supported architectures, and there only those that are present. Of a
+quantised model it is checked whether queries can be predicted from its weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
+from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.models.weight_formats import read_weight_format
+from tandemkv.inference_rank.weights.query_checkpoint import (
+    LOADED_FROM_SAFETENSORS,
+    WITHOUT_PREDICTION,
+    QueryCheckpoint,
+)
+from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import value_of
 
 from .tensor_shapes import check_shapes
@@ -223,3 +231,37 @@ def _some(names: Sequence[str]) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def check_query_weights(
+    settings: ServeSettings, model_dir: Path, config: Mapping[str, Any]
+) -> None:
+    """Refuse a quantised model whose ``W_q`` cannot be read, if the policy predicts queries.
+
+    The headers of a quantised checkpoint are read, no weight. Raises `SettingsError` if an argument
+    makes SGLang's modules unreadable, `UnsupportedModelError` with the format, the reason and what
+    to do.
+    """
+    if not settings.selection.declared.predicts_from_hidden:
+        return
+    arguments, policy = settings.sglang_args, settings.selection.policy
+    if value_of(arguments, "--torchao-config"):
+        raise SettingsError(
+            f"SGLang argument --torchao-config cannot be passed with policy={policy}: it predicts "
+            f"queries from W_q, which torchao keeps in its own form; drop it, or "
+            f"{WITHOUT_PREDICTION}"
+        )
+    weights = read_weight_format(model_dir, config)
+    if weights is None:
+        return
+    load_format = value_of(arguments, "--load-format") or "auto"
+    if load_format in LOADED_FROM_SAFETENSORS:
+        QueryCheckpoint(model_dir).check()
+        return
+    # The one layout that is read from SGLang's modules: see `read_projection`.
+    if load_format != "dummy" or weights.packing != "fp8" or weights.block is None:
+        raise UnsupportedModelError(
+            f"model={model_dir.name}, quantisation={weights.method}, --load-format {load_format}: "
+            f"policy={policy} predicts queries from W_q, which is read from safetensors if it is "
+            f"quantised; use --load-format auto, or {WITHOUT_PREDICTION}"
+        )

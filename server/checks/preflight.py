@@ -21,9 +21,8 @@ from tandemkv.server.plan.placement_choice import check_runs_on, resolve_alone, 
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
 from tandemkv.server.settings.sglang_args import check_sglang_args
 
-from .model_files import check_model_files
+from .model_files import check_model_files, check_query_weights
 from .ports import choose_port
-from .query_weights import check_query_weights
 from .sglang_features import check_adapters, check_speculation
 from .shared_gpus import check_shared_gpus
 
