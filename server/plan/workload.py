@@ -90,9 +90,8 @@ class Workload:
         capabilities = find_policy(selection.policy).capabilities
         is_shared = capabilities.calibration == "kascade" or selection.share_layers
         timing = capabilities.timing
-        is_own = timing is Timing.SAME_STEP_QUERY or (
-            timing is Timing.SAME_STEP_HIDDEN and not selection.declared.layers_ahead
-        )
+        predicts = timing is Timing.SAME_STEP_HIDDEN
+        waits = predicts and not selection.declared.layers_ahead
         return cls(
             context_tokens=context_tokens,
             concurrency=concurrency,
@@ -106,14 +105,14 @@ class Workload:
             capacity_tokens=capacity_tokens,
             anchors=(anchors or selection.anchors) if is_shared else None,
             exact_layers=selection.exact_layer_ids,
-            waits=is_own,
+            waits=waits or timing is Timing.SAME_STEP_QUERY,
             num_late=selection.late_between_gpus,
             seed_window=selection.seed_window,
             max_context=max_context,
             predictor_dtype=selection.predictor_dtype_of(on_second_gpu=True),
             own_predictor_dtype=selection.predictor_dtype_of(on_second_gpu=False),
             is_fitted=bool(selection.declared.predictor),
-            predicts=timing is Timing.SAME_STEP_HIDDEN,
+            predicts=predicts,
         )
 
     @property

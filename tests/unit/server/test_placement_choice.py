@@ -20,8 +20,8 @@ from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.server.launch.sglang_command import sglang_argv, sglang_env
 from tandemkv.server.plan import constants as constants_module
 from tandemkv.server.plan import placement_choice
+from tandemkv.server.plan.constants import write_profile
 from tandemkv.server.plan.cost import H200
-from tandemkv.server.plan.profile_file import write_profile
 
 
 def test_a_cpu_gets_a_process(tmp_path: Path) -> None:
