@@ -20,7 +20,6 @@ from types import FrameType
 
 import torch
 
-from tandemkv.cache_rank.counters import Counters
 from tandemkv.cache_rank.engine.factory import make_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
@@ -57,15 +56,9 @@ def run_cache_rank(
     Parameters
     ----------
     run_dirs : Sequence of Path
-        Run directories of its engines, made before (`RunDir.create`): one for each inference rank
-        that it serves.
-    model_dir : Path
-        Model in Hugging Face layout; what policy look_ahead needs of its weights is read when
-        the first inference rank comes, in its dtype.
+        Of its engines, made before (`RunDir.create`): one for each inference rank that it serves.
     settings : RankSettings
-        Must equal the inference rank's.
-    max_rows : int
-        Most request rows of the inference rank.
+        Must equal the inference rank's, which has `max_rows` request rows at most.
     device : {"cpu", "cuda"}
         Where the engine works; cuda is the GPU behind those of the model (`shared_devices`).
     on_ready : Callable, optional
@@ -82,10 +75,8 @@ def run_cache_rank(
     SettingsError
         If a run directory is missing or unusable, ``OMP_NUM_THREADS`` is no number, or the host
         has too little memory for ``capacity_tokens``.
-    UnsupportedModelError, PolicyError
-        If the model or the policy cannot be served.
-    CacheRankError
-        If another live process serves a run directory.
+    UnsupportedModelError, PolicyError, CacheRankError
+        As `SharedEngineService`.
     """
     _set_threads()
     directories = [RunDir.open(path) for path in run_dirs]
@@ -115,7 +106,6 @@ def run_cache_rank(
             model_dir=model_dir,
             settings=settings,
             max_rows=max_rows,
-            counters=Counters(),
             homes=homes,
             rank=rank,
         )
@@ -170,10 +160,7 @@ def _run_all(
 def load_all(model_dir: Path, settings: RankSettings, device: torch.device, rank: int = 0) -> None:
     """Do what takes long before an epoch of cache rank `rank`: imports, compiling, CUDA."""
     whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
-    placement = settings.placement
-    model, _ = part_for(
-        whole, tp_size=placement.tp_size, head_shards=placement.head_shards, rank=rank
-    )
+    model, _ = part_for(whole, settings.placement, rank)
     make_policy(model, settings, model_dir, device=device)
     torch.zeros(1, device=device)
 

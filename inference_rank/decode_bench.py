@@ -60,10 +60,7 @@ def main() -> None:
     points = [(int(batch), int(context)) for batch, context in pairs]
     server_args = ServerArgs.from_cli_args(args)
     one_batch._set_envs_and_config(server_args)
-    port_args = PortArgs.init_new(server_args)
-    job = (
-        server_args, port_args, points, args.steps, args.out, args.trace, args.extra_streams,
-    )  # fmt: skip
+    job = (args, points, server_args, PortArgs.init_new(server_args))
     if server_args.tp_size == 1:
         run_rank(*job, 0)
         return
@@ -78,15 +75,9 @@ def main() -> None:
 
 
 def run_rank(
-    server_args: Any,
-    port_args: Any,
-    points: list[tuple[int, int]],
-    steps: int,
-    out: Path,
-    trace: Path | None,
-    extra_streams: int,
+    args: argparse.Namespace, points: list[tuple[int, int]], server_args: Any, port_args: Any,
     tp_rank: int,
-) -> None:
+) -> None:  # fmt: skip
     """Measure every point on one rank; rank 0 writes the file after each."""
     load_plugins()
     fill_norms()
@@ -95,21 +86,21 @@ def run_rank(
     if server_args.load_format == "dummy":
         require_norms(runner.model)
     fill_pool(runner)
-    for stream in [torch.cuda.Stream() for _ in range(extra_streams)]:
+    for stream in [torch.cuda.Stream() for _ in range(args.extra_streams)]:
         with torch.cuda.stream(stream):
             torch.ones(1, device=runner.device).add_(1)
     found: list[dict[str, Any]] = []
     for batch_size, context in points:
         try:
-            point = measure(runner, batch_size, context, steps)
-            if trace is not None:
-                write_trace(runner, batch_size, context, trace, tp_rank)
+            point = measure(runner, batch_size, context, args.steps)
+            if args.trace is not None:
+                write_trace(runner, batch_size, context, args.trace, tp_rank)
         except torch.cuda.OutOfMemoryError as error:
             point = {"batch": batch_size, "context": context, "error": str(error)[:200]}
         found.append(point)
         if tp_rank == 0:
             _LOG.warning("%s", json.dumps(point))
-            out.write_text(json.dumps(found, indent=1))
+            args.out.write_text(json.dumps(found, indent=1))
 
 
 def fill_norms() -> None:
@@ -186,12 +177,8 @@ def prepare(runner: Any, batch_size: int, context: int) -> Any:
 def await_prompts(runner: Any) -> None:
     """Wait until a cache rank in another process has indexed the prompts, and sent their sets.
 
-    All of their K/V at once take a link longer than the first decode step would wait.
-
-    Raises
-    ------
-    RuntimeError
-        If it will not, or does not in time; with how far it has come.
+    All of their K/V at once take a link longer than the first decode step would wait. Raises
+    `RuntimeError`, with how far it has come, if it will not or does not in time.
     """
     runtime = runtime_module.current()
     client = None if runtime is None else runtime.client
@@ -215,13 +202,19 @@ def await_prompts(runner: Any) -> None:
         )
 
 
-def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str, Any]:
-    """Time the decode steps of one point, in ms per step."""
+def warmed_up(runner: Any, batch_size: int, context: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return a batch after some steps, its tokens and logits."""
     batch = prepare(runner, batch_size, context)
     token = torch.ones(batch_size, dtype=torch.int64, device=runner.device)
     for _ in range(_WARMUP_STEPS):
         token, logits = one_batch.decode(token, batch, runner)
     torch.cuda.synchronize()
+    return batch, token, logits
+
+
+def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str, Any]:
+    """Time the decode steps of one point, in ms per step."""
+    batch, token, logits = warmed_up(runner, batch_size, context)
     digest = logits.double().abs().sum().item()
     waited = []
     for _ in range(steps):
@@ -308,11 +301,7 @@ def write_trace(runner: Any, batch_size: int, context: int, folder: Path, tp_ran
     """Write a Chrome trace of three queued steps, and a table of their kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    batch = prepare(runner, batch_size, context)
-    token = torch.ones(batch_size, dtype=torch.int64, device=runner.device)
-    for _ in range(_WARMUP_STEPS):
-        token, _ = one_batch.decode(token, batch, runner)
-    torch.cuda.synchronize()
+    batch, token, _ = warmed_up(runner, batch_size, context)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(3):
             token, _ = one_batch.decode(token, batch, runner)

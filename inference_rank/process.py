@@ -29,12 +29,8 @@ _server: StatusServer | None = None
 def start(runner: Any, hook_targets: Sequence[str]) -> None:
     """Refuse what cannot work, then answer status requests.
 
-    Raises
-    ------
-    ContractError
-        A hook was not applied.
-    SettingsError
-        SGLang runs with an option that bypasses the cache rank.
+    Raises `ContractError` if a hook was not applied, and `SettingsError` if SGLang runs with an
+    option that bypasses the cache rank.
     """
     global _server
     check_hooks_applied(hook_targets)
@@ -92,15 +88,10 @@ def check_server_args(
 
 def status() -> StatusReply:
     """Answer a `StatusRequest`."""
-    reply = _status()
+    runtime = runtime_module.current()
+    reply = StatusReply(role="inference_rank", epoch=0, ready=False, values={}, info={})
+    if runtime is not None:
+        reply = runtime.status()
     return msgspec.structs.replace(
         reply, values=reply.values | {"stalled_s": progress.clock.stalled_s()}
     )
-
-
-def _status() -> StatusReply:
-    runtime = runtime_module.current()
-    if runtime is None:
-        return StatusReply(role="inference_rank", epoch=0, ready=False, values={}, info={})
-    reply: StatusReply = runtime.status()
-    return reply

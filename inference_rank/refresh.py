@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -13,18 +13,8 @@ from tandemkv.cache_rank.protocol.messages import RefreshRule
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 
-class Vocabulary(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return token to id."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of tokens."""
-
-
-def trigger_token_ids(tokenizer: Vocabulary, endings: str, policy: str) -> frozenset[int]:
-    """Return the ids of the tokens whose text ends in one of the characters `endings`.
+def trigger_token_ids(tokenizer: Any, endings: str, policy: str) -> frozenset[int]:
+    """Return the ids of a Hugging Face tokenizer's tokens whose text ends in one of `endings`.
 
     What follows in the same token counts: a newline with the indent of the next line does not end
     in a newline. Special tokens count by their text as well. Raises `SettingsError` if no token of
@@ -45,7 +35,7 @@ def trigger_token_ids(tokenizer: Vocabulary, endings: str, policy: str) -> froze
 
 
 def schedule_for(
-    selection: SelectionSettings, load_tokenizer: Callable[[], Vocabulary]
+    selection: SelectionSettings, load_tokenizer: Callable[[], Any]
 ) -> RefreshSchedule:
     """Return the schedule that the policy of these settings declares.
 

@@ -8,12 +8,14 @@ that, or in processes without a model (HTTP server), see None and do nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
@@ -22,53 +24,43 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
     SETTINGS_VARIABLE,
     RankSettings,
 )
-from tandemkv.inference_rank.sglang.occupancy import Occupancy
+from tandemkv.inference_rank.sglang.pool import Occupancy
 
 from .counters import Counters
-from .refresh import RefreshSchedule, Vocabulary
+from .refresh import RefreshSchedule
 
 
 @dataclass(slots=True, kw_only=True)
 class Runtime:
-    """What hooks find of an inference rank, wherever its engine is.
-
-    Attributes
-    ----------
-    settings, model, counters, occupancy
-        Of this rank.
-    resident_bytes : int
-        Of its resident sets.
-    middle_chunk_row : int or None
-        Row of the request in the present pass whose prompt does not end in it.
-    rows_on_host : list of int or None
-        Rows of the pass that is being made; None if it is not SGLang's scheduler that makes it.
-    """
+    """What hooks find of an inference rank, wherever its engine is."""
 
     settings: RankSettings
     model: ModelSpec
     counters: Counters
     resident_bytes: int
+    """Of its resident sets."""
     occupancy: Occupancy
     middle_chunk_row: int | None = None
+    """Row of the request in the present pass whose prompt does not end in it."""
     rows_on_host: list[int] | None = None
+    """Rows of the pass that is being made; None if it is not SGLang's scheduler that makes it."""
     running_reqs: list[Any] = field(default_factory=list)
     running_lengths: list[int] = field(default_factory=list)
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
 
-    def values(self) -> dict[str, float]:
-        """Return counters and gauges that every inference rank has."""
+    def reply(
+        self, *, epoch: int, ready: bool, values: dict[str, float], info: dict[str, str]
+    ) -> StatusReply:
+        """Return the answer to a `StatusRequest`: what every inference rank has, and the rest."""
         selection = self.settings.selection
-        return self.counters.as_values() | {
+        values = self.counters.as_values() | {
             "resident_bytes": float(self.resident_bytes),
             "resident_slots": float(selection.num_resident),
             "ring_slots": float(selection.num_recent_tokens),
             **self.occupancy.values(),
+            **values,
         }
-
-    def info(self) -> dict[str, str]:
-        """Return what every inference rank says of itself."""
-        selection = self.settings.selection
-        return {
+        info = {
             "policy": selection.policy,
             "budget_tokens": str(selection.budget_tokens),
             "sample_tokens": str(selection.num_samples),
@@ -80,7 +72,11 @@ class Runtime:
             "index_dtype": selection.index_dtype,
             "model": self.model.architecture,
             "pid": str(os.getpid()),
+            **info,
         }
+        return StatusReply(
+            role="inference_rank", epoch=epoch, ready=ready, values=values, info=info
+        )
 
 
 _current: Any = None
@@ -95,6 +91,28 @@ def set_current(runtime: Any) -> None:
     """Enter this process's runtime."""
     global _current
     _current = runtime
+
+
+def noted(note: Callable[..., None]) -> Callable[..., None]:
+    """Return a BEFORE or AFTER hook, ``note(runtime, *args)`` once there is a runtime."""
+
+    def hook(*args: Any, **_: Any) -> None:
+        if (runtime := current()) is not None:
+            note(runtime, *args)
+
+    return hook
+
+
+def around(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an AROUND hook, ``hook(runtime, original, *args)`` once there is a runtime."""
+
+    def pass_on(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        runtime = current()
+        if runtime is None:
+            return original(*args, **kwargs)
+        return hook(runtime, original, *args, **kwargs)
+
+    return pass_on
 
 
 def settings_from_environment() -> RankSettings:
@@ -132,11 +150,3 @@ def nodes_from_environment() -> LinkAddress | None:
     """
     text = os.environ.get(NODES_VARIABLE)
     return LinkAddress.parse_node(text) if text else None
-
-
-def tokenizer_of(model_path: str) -> Vocabulary:
-    """Load the tokenizer of a model."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Vocabulary = AutoTokenizer.from_pretrained(model_path)
-    return tokenizer

@@ -6,7 +6,7 @@
 
 import torch
 
-from tandemkv.kernels.check import FLOATS, INTS, KV_FLOATS, Dims, fail
+from tandemkv.kernels.check import FLOATS, INTS, KV_FLOATS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import uses_triton
 from tandemkv.kernels.paging import rows_at, segments, slots_of
 
@@ -55,13 +55,13 @@ def attend_paged(
     dims.check_groups("num_qo_heads", "num_kv_heads")
     dims.check("slots", slots, "num_reqs max_pages", INTS)
     dims.check("hi", hi, "num_reqs", INTS)
-    if page_size < 1:
-        fail("page_size", page_size, ">= 1")
+    check_int("page_size", page_size, minimum=1)
     if uses_triton(q.device):
         from tandemkv.kernels.triton_ops.attention import attend_paged as on_gpu
 
         return on_gpu(q, k_pool, v_pool, slots, hi, scale=scale, page_size=page_size)
-    out, lse = _allocate(q)
+    out = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+    lse = out.new_full(q.shape[:2], float("-inf"))
     max_len = slots.shape[1] * page_size
     for req, end in enumerate(hi.tolist()):
         if end < 0 or end > max_len:
@@ -109,8 +109,3 @@ def _attend_rows(
         scale=scale,
     )
     return out[0], lse[0]
-
-
-def _allocate(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-    return out, out.new_full(q.shape[:2], float("-inf"))

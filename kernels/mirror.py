@@ -48,24 +48,11 @@ def make_mirror_scratch(
     *,
     may_repeat: bool = True,
 ) -> MirrorScratch:
-    """Allocate what `mirror_diff` works in on a GPU, to be shared by all layers.
+    """Allocate what `mirror_diff` works in on a GPU, for the largest call, shared by all layers.
 
-    Parameters
-    ----------
-    num_reqs, num_kv_heads : int
-        The largest of the calls that use it.
-    max_context : int
-        Above every position that is selected, resident or a filler.
-    device : torch.device or str
-        Theirs.
-    may_repeat : bool
-        Whether there are calls without `selected_scores`, where positions may be repeated. They
-        take 17 times the memory.
-
-    Returns
-    -------
-    MirrorScratch
-        Content undefined.
+    `max_context` is above every position that is selected, resident or a filler. `may_repeat`:
+    there are calls without `selected_scores`, where positions may be repeated. They take 17 times
+    the memory. What stands in it is undefined.
     """
     num_words = max(1, -(-max_context // _WORD_BITS))
 

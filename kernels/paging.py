@@ -17,27 +17,11 @@ _MAX_SEGMENT_LEN = 4096
 def segments(
     slots: torch.Tensor, num_slots: int
 ) -> Iterator[tuple[int, int, slice | torch.Tensor]]:
-    """Split a list of slots into pieces that index a pool.
+    """Split slots ``[n]`` in logical order, on a CPU, into pieces that index a pool.
 
-    Parameters
-    ----------
-    slots : torch.Tensor
-        ``[n]``, int32 or int64, cpu. Physical slots in logical order.
-    num_slots : int
-        Size of the pool.
-
-    Yields
-    ------
-    start, end : int
-        The piece covers ``slots[start:end]``; pieces are in order and disjoint.
-    index : slice or torch.Tensor
-        What to index the pool with: a slice (a view, no copy) within a
-        contiguous ascending run, an int64 tensor where runs are short.
-
-    Raises
-    ------
-    ValueError
-        If a slot is outside ``[0, num_slots)``.
+    Yields the bounds of each piece ``slots[start:end]``, and what to index with: a slice (a view,
+    no copy) within a contiguous ascending run, an int64 tensor where runs are short. Raises
+    `ValueError` if a slot is outside ``[0, num_slots)``.
     """
     num_rows = slots.numel()
     if num_rows == 0:
@@ -59,21 +43,9 @@ def segments(
 
 
 def slots_of(table: torch.Tensor, lo: int, hi: int, page_size: int) -> torch.Tensor:
-    """Return the slots of positions ``[lo, hi)`` of one request.
+    """Return the slots ``[hi - lo]`` of positions of one request, ``table [num_pages]`` its pages.
 
-    Parameters
-    ----------
-    table : torch.Tensor
-        ``[num_pages]``, int32 or int64: pages of the request.
-    lo, hi : int
-        Positions, ``0 <= lo <= hi <= num_pages * page_size``.
-    page_size : int
-        Tokens a page.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[hi - lo]``, int64; a view of `table` if `page_size` is 1.
+    A view of `table` if `page_size` is 1, else int64.
     """
     if page_size == 1:
         return table[lo:hi]
@@ -92,19 +64,9 @@ def rows_at(pool: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
 def key_rows(
     k_pool: torch.Tensor, index: slice | torch.Tensor, k_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """Read keys of any kind, dequantized.
+    """Read keys of any kind of `tandemkv.kernels.score`, dequantized.
 
-    Parameters
-    ----------
-    k_pool, k_scale : torch.Tensor
-        As in `tandemkv.kernels.score`.
-    index : slice or torch.Tensor
-        Slots: a slice, or ``[n]`` int64.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[n, num_kv_heads, head_dim]``, float32.
+    ``[n, num_kv_heads, head_dim]`` float32; `index` is a slice of slots, or ``[n]`` int64.
     """
     if k_pool.dtype != torch.uint8 or k_scale is None:
         keys = rows_at(k_pool, index).float()
@@ -130,26 +92,11 @@ def key_logits(
     slots: torch.Tensor,
     k_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply grouped queries with the keys of one request.
+    """Multiply grouped queries with the keys of one request at `slots` ``[n]``.
 
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``[num_kv_heads, m, head_dim]``, float32, already scaled.
-    k_pool, k_scale : torch.Tensor
-        Keys of any kind, as in `tandemkv.kernels.score`.
-    slots : torch.Tensor
-        ``[n]``, physical slots.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[num_kv_heads, m, n]``, float32.
-
-    Raises
-    ------
-    ValueError
-        If a slot is outside the pool.
+    ``[num_kv_heads, m, n]`` float32 for `q` ``[num_kv_heads, m, head_dim]`` float32, already
+    scaled; keys are of any kind of `tandemkv.kernels.score`. Raises `ValueError` if a slot is
+    outside the pool.
     """
     logits = q.new_empty((q.shape[0], q.shape[1], slots.numel()))
     for start, end, index in segments(slots, num_slots_of(k_pool)):

@@ -41,34 +41,20 @@ SPLIT_SAMPLES = 64
 
 
 class SampleScratch(NamedTuple):
-    """What `attend_samples` works in on a GPU, from `make_sample_scratch`.
-
-    Attributes
-    ----------
-    parts : torch.Tensor
-        ``[num_reqs, num_qo_heads, num_splits, head_dim + 2]``, float32: of each split the sum, the
-        largest logit and the softmax's denominator.
-    arrived : torch.Tensor
-        ``[num_reqs, num_kv_heads]``, int32: splits that are done, 0 between calls.
-    """
+    """What `attend_samples` works in on a GPU, from `make_sample_scratch`."""
 
     parts: torch.Tensor
+    """``[num_reqs, num_qo_heads, num_splits, head_dim + 2]``, float32: of each split the sum, the
+    largest logit and the softmax's denominator."""
     arrived: torch.Tensor
+    """``[num_reqs, num_kv_heads]``, int32: splits that are done, 0 between calls."""
 
 
 def make_sample_scratch(
     num_reqs: int, num_qo_heads: int, num_kv_heads: int, num_samples: int, head_dim: int,
     device: torch.device | str,
 ) -> SampleScratch:  # fmt: skip
-    """Allocate what `attend_samples` works in on a GPU, to be shared by calls of one stream.
-
-    Parameters
-    ----------
-    num_reqs, num_qo_heads, num_kv_heads, num_samples, head_dim : int
-        The largest of the calls that use it.
-    device : torch.device or str
-        Theirs.
-    """
+    """Allocate what `attend_samples` works in on a GPU, for the largest call of one stream."""
     splits = -(-num_samples // SPLIT_SAMPLES)
     return SampleScratch(
         torch.empty((num_reqs, num_qo_heads, splits, head_dim + 2), device=device),

@@ -70,22 +70,10 @@ def padded_group(group: int) -> int:
 def make_score_scratch(
     num_reqs: int, num_qo_heads: int, num_kv_heads: int, width: int, device: torch.device
 ) -> ScoreScratch:
-    """Allocate the buffers of `score_keys`.
+    """Allocate the buffers of `score_keys`, for the largest call.
 
-    Parameters
-    ----------
-    num_reqs, width : int
-        Largest values that will be scored with it.
-    num_qo_heads, num_kv_heads : int
-        Heads, as they will be scored.
-    device : torch.device
-        Where.
-
-    Returns
-    -------
-    ScoreScratch
-        About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share
-        it must be ordered by one stream.
+    About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share it must be ordered by
+    one stream.
     """
     group = padded_group(num_qo_heads // num_kv_heads)
     padded_width = -(-width // 256) * 256 + 256
@@ -274,14 +262,15 @@ def score_keys(
             fail(f"[lo, hi) of request {req}", (first, last), f"in [0, {limit}] (width, max_pages)")
         row = slots_of(slots[req], first, last, page_size)
         logits = key_logits(grouped[req], k_pool, row, k_scale)  # [H, G, n]
-        if pooling == "softmax_mean":
-            pooled = torch.softmax(logits, dim=-1).mean(dim=1)
-        elif pooling == "max_logit":
-            pooled = logits.amax(dim=1)
-        else:
-            pooled = logits.mean(dim=1)
-        scores[req, :, first:last] = pooled
+        scores[req, :, first:last] = pool_heads(logits, pooling)
     return scores
+
+
+def pool_heads(logits: torch.Tensor, pooling: str) -> torch.Tensor:
+    """Combine the query heads of each KV head, ``[H, n]`` of ``[H, G, n]``; see `score_keys`."""
+    if pooling == "max_logit":
+        return logits.amax(dim=1)
+    return (logits if pooling == "mean_logit" else logits.softmax(dim=-1)).mean(dim=1)
 
 
 def score_window(

@@ -36,23 +36,7 @@ def make_select_scratch(
     k: int,
     device: torch.device,
 ) -> SelectScratch:
-    """Allocate the buffers of `score_topk`.
-
-    Parameters
-    ----------
-    num_reqs, width, k : int
-        Largest values that will be used with it.
-    num_qo_heads, num_kv_heads : int
-        Heads, as they will be scored.
-    device : torch.device
-        Where.
-
-    Returns
-    -------
-    SelectScratch
-        About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share it must be
-        ordered by one stream.
-    """
+    """Allocate the buffers of `score_topk`, for the largest call; see `make_score_scratch`."""
     score = make_score_scratch(num_reqs, num_qo_heads, num_kv_heads, width, device)
     return SelectScratch(
         score=score,

@@ -12,20 +12,10 @@ _INF = float("inf")
 def make_topk_scratch(
     num_reqs: int, num_kv_heads: int, k: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Allocate what `topk_positions` works in on a GPU, to be shared by all layers.
+    """Allocate what `topk_positions` works in on a GPU, for the largest call, shared by all layers.
 
-    Parameters
-    ----------
-    num_reqs, num_kv_heads, k : int
-        The largest of the calls that use it.
-    device : torch.device or str
-        Theirs.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[num_reqs * num_kv_heads, size]``, int32, content undefined; `size` is 0
-        where the device needs nothing.
+    ``[num_reqs * num_kv_heads, size]`` int32, content undefined; `size` is 0 where the device needs
+    nothing.
     """
     device = torch.device(device)
     size = 0

@@ -34,6 +34,7 @@ from tandemkv.server.cli.command_classes import (
     VerboseOption,
     add_arguments,
 )
+from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.launch.cache_rank_launch import (
     MEANWHILE,
     SETTINGS_FILE,
@@ -46,7 +47,6 @@ from tandemkv.server.launch.child_process import end_with_parent
 from tandemkv.server.launch.launcher import Launcher, LaunchPlan
 from tandemkv.server.launch.supervision import LaunchError
 from tandemkv.server.launch.torchrun_roles import (
-    Role,
     Worker,
     agent_of,
     check_is_here,
@@ -74,9 +74,7 @@ def torchrun(
     model: ModelArgument = None,
     config: ConfigOption = None,
     verbose: VerboseOption = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", metavar=SWITCH, help="Show tracebacks of errors.")
-    ] = False,
+    debug: Annotated[bool, option("Show tracebacks of errors.", "--debug", metavar=SWITCH)] = False,
 ) -> None:
     """Serve as processes of torchrun: the first is SGLang's, each other one a cache rank's.
 
@@ -100,22 +98,22 @@ def torchrun(
         flags["cache_ranks"] = Sourced(implied, source)
         settings = load_settings(flags, os.environ, config)
     check_processes(settings, worker)
-    role = worker.role(settings)
-    if worker.num_nodes > 1 and role is Role.INFERENCE and not settings.cache_rank_addresses:
+    has_sglang = not worker.place(settings)
+    if worker.num_nodes > 1 and has_sglang and not settings.cache_rank_addresses:
         flags |= nodes_of(settings, worker, os.environ)
         settings = load_settings(flags, os.environ, config)
     forget_torchrun(os.environ)
     settings, said = drain_within(settings, os.environ)
-    console = Console(stderr=True, highlight=False)
-    if role is Role.CACHE:
-        silence: contextlib.ExitStack = ctx.obj
-        silence.close()  # what goes wrong from here on is this process's own
-        keep = keep_addressed_cache_rank if settings.cache_rank_addresses else keep_cache_rank
-        keep(settings, worker, verbose=verbose)
+    if has_sglang:
+        console = Console(stderr=True, highlight=False)
+        if said:
+            console.print(said, soft_wrap=True)
+        keep_sglang(settings, worker, console, verbose=verbose)
         return
-    if said:
-        console.print(said, soft_wrap=True)
-    keep_sglang(settings, worker, console, verbose=verbose)
+    silence: contextlib.ExitStack = ctx.obj
+    silence.close()  # what goes wrong from here on is this process's own
+    keep = keep_addressed_cache_rank if settings.cache_rank_addresses else keep_cache_rank
+    keep(settings, worker, verbose=verbose)
 
 
 def keep_sglang(
@@ -123,26 +121,20 @@ def keep_sglang(
 ) -> None:
     """Serve as ``tandemkv serve`` does, beside cache ranks that other processes start.
 
-    Raises
-    ------
-    SettingsError, UnsupportedModelError, LaunchError
-        As `serve` does.
-    typer.Exit
-        With 1 on several nodes: torchrun has to end what is left there. Cache ranks that are met by
-        messages cannot tell an end from a restart; and an agent whose processes ended with 0 waits
-        for the others, of which a signal may have ended one.
+    Raises what `serve` does, and on several nodes `typer.Exit` with 1: torchrun has to end what is
+    left there. Cache ranks that are met by messages cannot tell an end from a restart; and an agent
+    whose processes ended with 0 waits for the others, of which a signal may have ended one.
     """
     from tandemkv.server.launch.serve import serve
 
     if not settings.cache_rank_addresses:
         split = worker.launch if worker.local_world_size > 1 else None
         serve(settings, console, verbose=verbose, split=split)
-        if settings.nnodes > 1:
-            raise typer.Exit(1)
-        return
-    alone = settings.model_copy(update={"standby": False})  # that of the cache ranks' hosts
-    serve(alone, console, verbose=verbose)
-    raise typer.Exit(1)
+    else:
+        alone = settings.model_copy(update={"standby": False})  # that of the cache ranks' hosts
+        serve(alone, console, verbose=verbose)
+    if settings.nnodes > 1 or settings.cache_rank_addresses:
+        raise typer.Exit(1)
 
 
 def keep_addressed_cache_rank(
@@ -150,58 +142,34 @@ def keep_addressed_cache_rank(
 ) -> None:
     """Keep a cache rank running at its address, until a signal.
 
-    The handshake compares `settings`, as given to this process, with the first process's.
-
-    Raises
-    ------
-    SettingsError, UnsupportedModelError
-        Before anything is started.
-    CacheRankError
-        If the address cannot be bound.
-    LaunchError
-        If the cache rank did not become ready, or ended too often.
-    typer.Exit
-        With 1 when it ends: the launch may go on, which nobody here knows, and torchrun has to end
-        it. While torchrun ends its processes it does not look at their codes.
+    The handshake compares `settings`, as given to this process, with the first process's. Raises
+    what `run_far_rank` does, and `typer.Exit` with 1 when it ends: the launch may go on, which
+    nobody here knows, and torchrun has to end it. While torchrun ends its processes it does not
+    look at their codes.
     """
     from tandemkv.server.launch.message_launch import run_far_rank
 
     number = worker.place(settings) - 1
     address = settings.cache_rank_addresses[number]
     check_is_here(address, worker)
-    run_far_rank(
-        settings,
-        worker.cache_rank_dir(settings.run_dir),
-        address,
-        (),
-        Console(stderr=True, highlight=False),
-        rank=number,
-        verbose=verbose,
-    )
+    path, console = worker.cache_rank_dir(settings.run_dir), Console(stderr=True, highlight=False)
+    run_far_rank(settings, path, address, (), console, rank=number, verbose=verbose)
     raise typer.Exit(1)
 
 
 def keep_cache_rank(settings: ServeSettings, worker: Worker, *, verbose: bool = False) -> None:
     """Keep the cache rank of `worker` running until a signal, or until the launch is over.
 
-    What the first process made of `settings` is in the run directory.
-
-    Raises
-    ------
-    LaunchError
-        If the cache rank did not become ready, or ended too often.
-    typer.Exit
-        With 1, if a signal ended this process and the launch goes on: torchrun has to end it.
+    What the first process made of `settings` is in the run directory. Raises `LaunchError` if the
+    cache rank did not become ready or ended too often, `typer.Exit` with 1 if a signal ended this
+    process and the launch goes on: torchrun has to end it.
     """
     path = settings.run_dir or worker.launch.run_dir
     found = await_settings(path, worker.launch, settings.start_timeout_s)
     run_dir = RunDir.open(path)
     enable_faults("launcher", run_dir.path)
-    Launcher(
-        cache_rank_plan(found, run_dir, worker.place(settings) - 1),
-        Console(stderr=True, highlight=False),
-        verbose=verbose,
-    ).run()
+    plan = cache_rank_plan(found, run_dir, worker.place(settings) - 1)
+    Launcher(plan, Console(stderr=True, highlight=False), verbose=verbose).run()
     if not is_over(run_dir):
         raise typer.Exit(1)
 

@@ -40,16 +40,8 @@ class CalibratedModel(FrozenModel):
     @classmethod
     def of(cls, model: ModelSpec, model_id: str) -> Self:
         """Describe `model`."""
-        return cls(
-            model_id=model_id,
-            model_hash=model.model_hash,
-            architecture=model.architecture,
-            num_layers=model.num_layers,
-            num_qo_heads=model.num_qo_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            hidden_size=model.hidden_size,
-        )
+        names = cls.model_fields.keys() - {"model_id"}
+        return cls(model_id=model_id, **{name: getattr(model, name) for name in names})
 
     def has_shape_of(self, model: ModelSpec) -> bool:
         """Whether architecture and shape are those of `model`."""

@@ -30,12 +30,11 @@ from tandemkv.kernels.streams import let_chain, shared_stream
 from .batch import DecodeBatch
 from .device_counters import DeviceCounters
 from .key_index import KeyIndex, interval_of, make_key_index
-from .lane_weights import LaneWeights
+from .lanes import LaneWeights, ScanOrder
 from .mirror import ResidentMirror
 from .page_index import PageBoundsIndex
 from .policy_calls import PolicyCalls
 from .query_windows import DeviceQueryWindows
-from .scan_order import ScanOrder
 from .seeder import Seeder
 from .selection_probe import SelectionProbe
 from .stress import StressSigns

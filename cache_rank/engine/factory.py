@@ -85,6 +85,6 @@ def make_policy(
             rotary=read_rotary(model_dir) if reads_rotary and model_dir is not None else None,
             share=found.share,
             clusters=found.clusters,
-            has_strided_pools=settings.placement.shares_pool,
+            has_strided_pools=settings.placement.num_sharing > 1,
         )
     )

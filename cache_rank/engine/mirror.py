@@ -28,12 +28,12 @@ class ResidentMirror:
         max_rows: int,
         num_kv_heads: int,
         num_resident: int,
-        device: torch.device | None = None,
-        allocate: Allocate | None = None,
+        device: torch.device,
+        allocate: Allocate | None,
     ) -> None:
         shape = (num_layers, max_rows + 1, num_kv_heads, num_resident)
         # On a GPU memory is committed at once anyway, and a graph's warm-up reads all of it.
-        make = torch.empty if device is None or device.type == "cpu" else torch.zeros
+        make = torch.empty if device.type == "cpu" else torch.zeros
         if allocate is None:
             self.positions = make(shape, dtype=torch.int32, device=device)
             self.last_used = make(shape, dtype=torch.int32, device=device)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from tandemkv.cache_rank.policies.attending import AttendingPolicy, AttendInput
-from tandemkv.cache_rank.policies.base import Owner, Policy, SeedInput, SelectionInput, StoredKV
+from tandemkv.cache_rank.policies.base import Owner, Policy, SelectionInput, StoredKV
 from tandemkv.cache_rank.policies.composition import Composition, is_captured
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
@@ -78,17 +78,22 @@ class PolicyCalls:
 
     # -- prompts -------------------------------------------------------------------------
 
-    def seed_input(
+    def seed(
         self,
         layer: int,
         row: int,
         queries: torch.Tensor,
         keys: tuple[torch.Tensor, torch.Tensor | None],
         slots: torch.Tensor,
-    ) -> SeedInput:
-        """Return the end of a prompt at `slots` ``[length]``, ``queries [W, Hq, D]`` its last."""
+        num_resident: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is resident first of a prompt, and let the policy take note of its end.
+
+        ``[H, R]`` int32, and ``[W]`` int64, the positions of ``queries [W, Hq, D]``, its last ones.
+        Keys and scales are as for `tandemkv.kernels.score.score_keys`, ``slots [length]``.
+        """
         page_size = self._pools.page_size
-        return make_seed_input(
+        prompt = make_seed_input(
             layer,
             self._owner(row),
             queries,
@@ -100,26 +105,12 @@ class PolicyCalls:
             selection=self._selection,
             scale=self._model.scale,
         )
-
-    def seed(self, request: SeedInput, num_resident: int) -> torch.Tensor:
-        """Return what is resident first, ``[H, R]`` int32."""
-        return fill_set(
-            lambda: self._policy.seed_scores(request),
-            num_heads=self._model.num_kv_heads,
-            length=request.stored.slots.shape[1],
-            selection=self._selection,
-            num_resident=num_resident,
-            device=request.queries.device,
-        )
-
-    def observe_prompt(self, request: SeedInput) -> None:
-        """Let the policy take note of a prompt's end."""
+        chosen = fill_set(self._policy, prompt, num_resident)
         if self.composition.observes_prompt:
-            self._policy.observe_prompt(
-                request.layer, request.owner, request.queries, request.positions
-            )
+            self._policy.observe_prompt(layer, prompt.owner, queries, prompt.positions)
         if isinstance(self._policy, AttendingPolicy):
-            self._policy.observe_stored(request)
+            self._policy.observe_stored(prompt)
+        return chosen, prompt.positions
 
     # -- decode --------------------------------------------------------------------------
 

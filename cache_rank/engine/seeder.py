@@ -55,16 +55,15 @@ class Seeder:
         Returns ``[W]`` int64, the positions of `queries`.
         """
         slots = self._prompts[request]
-        prompt = calls.seed_input(layer, row, queries, keys, slots)
-        chosen = calls.seed(prompt, self._mirror.num_resident)
-        calls.observe_prompt(prompt)
+        num_resident = self._mirror.num_resident
+        chosen, positions = calls.seed(layer, row, queries, keys, slots, num_resident)
         if book is not None:
             self._mirror.seed(book, row, chosen)
         rows = to_device([row], slots.device)  # the host goes on with the layer's other kernels
         if self._pools.log_weight is not None:  # samples count once something is selected
             self._pools.log_weight[layer, row] = float("-inf")
         self._copy(layer, rows, slots[None], chosen[None])
-        return prompt.positions
+        return positions
 
     def seed_identity(
         self, layers: Sequence[int], rows: torch.Tensor, tables: torch.Tensor | None

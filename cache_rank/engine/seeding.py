@@ -3,48 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from tandemkv.cache_rank.policies.base import Owner, SeedInput, StoredKV
+from tandemkv.cache_rank.policies.base import Owner, Policy, SeedInput, StoredKV
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.score import score_window
 from tandemkv.kernels.topk import topk_positions
 
 
-def fill_set(
-    score: Callable[[], torch.Tensor],
-    *,
-    num_heads: int,
-    length: int,
-    selection: SelectionSettings,
-    num_resident: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """Return what is resident first of a prompt.
+def fill_set(policy: Policy, prompt: SeedInput, num_resident: int) -> torch.Tensor:
+    """Return what is resident first of a prompt, ``[H, R]`` int32.
 
-    Parameters
-    ----------
-    score : callable
-        Ranks the candidates, ``[H, hi]`` float32 with ``-inf`` on the sink; not asked if there are
-        none.
-    num_heads, num_resident : int
-        H, R.
-    length : int
-        Tokens of the prompt.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[H, R]`` int32: the sink, then the best by score, ``-1`` where there are no more.
+    The sink, then the best by `Policy.seed_scores`, which is not asked if nothing is left to
+    choose; ``-1`` where there are no more.
     """
-    lo, hi = seed_range(length, selection)
-    target = min(num_resident, hi)
-    chosen = torch.full((num_heads, num_resident), -1, dtype=torch.int32, device=device)
+    lo, target = prompt.lo, min(num_resident, prompt.hi)
+    shape, device = (policy.context.model.num_kv_heads, num_resident), prompt.queries.device
+    chosen = torch.full(shape, -1, dtype=torch.int32, device=device)
     chosen[:, :lo] = torch.arange(lo, dtype=torch.int32, device=device)
     if target > lo:
-        chosen[:, lo:target] = topk_positions(score().unsqueeze(0), target - lo)[0]
+        scores = policy.seed_scores(prompt)
+        chosen[:, lo:target] = topk_positions(scores.unsqueeze(0), target - lo)[0]
     return chosen
 
 

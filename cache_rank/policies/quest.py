@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.kernels.score import pool_heads
 
 from .base import PageBounds, Policy, PolicyCapabilities, PolicyOptions, Selection, SelectionInput
 
@@ -81,18 +82,14 @@ class QuestPolicy(Policy):
         self, query: torch.Tensor, pages: PageBounds, i: int, lo: int, hi: int
     ) -> torch.Tensor:
         """Return the pooled bounds ``[H, num_pages]`` of the pages that hold ``[lo, hi)``."""
-        model, pooling = self.context.model, self.context.selection.pooling
+        model = self.context.model
         used = slice(lo // pages.page_tokens, -(-hi // pages.page_tokens))
         grouped = query.float().view(model.num_kv_heads, model.gqa_group_size, model.head_dim)
         low, high = (x[i, used].float().permute(1, 2, 0) for x in (pages.low, pages.high))
         bounds = grouped.clamp(min=0) @ high
         bounds += grouped.clamp(max=0) @ low
         bounds *= model.scale  # [H, G, num_pages]
-        if pooling == "max_logit":
-            return bounds.amax(dim=1)
-        if pooling == "mean_logit":
-            return bounds.mean(dim=1)
-        return bounds.softmax(dim=-1).mean(dim=1)
+        return pool_heads(bounds, self.context.selection.pooling)
 
     def _tokens(
         self, scores: torch.Tensor, lo: int, hi: int, request: SelectionInput

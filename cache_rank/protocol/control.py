@@ -50,27 +50,15 @@ class ControlClient(IpcDealer):
             super().send(message)
 
     def request(self, message: Message, timeout_s: float) -> Message:
-        """Send `message` and return the answer.
-
-        Raises
-        ------
-        CacheRankLostError
-            If there is none within `timeout_s`.
-        ProtocolError
-            If it is malformed.
-        """
+        """Send `message` and return the answer; raises as `answer_to`."""
         self.send(message)
         return self.answer_to(message, timeout_s)
 
     def answer_to(self, message: Message, timeout_s: float) -> Message:
         """Return the next message, which follows `message`.
 
-        Raises
-        ------
-        CacheRankLostError
-            If there is none within `timeout_s`.
-        ProtocolError
-            If it is malformed.
+        Raises `CacheRankLostError` if none comes within `timeout_s`, `ProtocolError` if it is
+        malformed.
         """
         reply = self.receive(max(0.0, timeout_s))
         if reply is None:

@@ -17,17 +17,13 @@ import torch
 
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.placement import Placement
-from tandemkv.cache_rank.protocol.settings.rank_settings import (
-    RankSettings,
-    SelectionSettings,
-)
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings, SelectionSettings
 
 from .engine_program import EngineProgram
 from .errors import SettingsError
 from .head_shard import HeadShard
 
-_FACTORY = "tandemkv.cache_rank.engine.factory:create"
-_MEASURE = "tandemkv.cache_rank.engine.measure:measure"
+_ENGINES = "tandemkv.cache_rank.engine"
 
 PredictQuery = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, hidden [B, hidden_size], positions [B] int64) -> query [B, Hq, D]`` after RoPE."""
@@ -71,7 +67,7 @@ def check_dense(selection: SelectionSettings, placement: Placement) -> None:
 
     Raises `SettingsError`, with what to do.
     """
-    if placement.attends_to_pool:  # all of it is
+    if not placement.has_far_pool:  # all of it is at hand
         return
     fitting = selection.num_resident + selection.num_recent_tokens
     for name, most in (("dense_tokens", fitting), ("dense_batch_tokens", 0)):
@@ -232,16 +228,9 @@ class Engine(Protocol):
         Needed where the step indexes, selects or attends (`attend`, `attend_selected`). A graph
         that captures it reads rows, lengths and slots anew in each step.
 
-        Parameters
-        ----------
-        rows, lengths : torch.Tensor
-            ``[B]`` integers, lengths after the step. All on the cache rank's device.
-        req_to_token : torch.Tensor
-            ``[rows, max_context]`` int32, the slot of each position.
-        selects : bool
-            Whether the step selects; it is counted.
-        slow : torch.Tensor, optional
-            ``[B]`` bool, with `slow_steps`: the requests that are selected for.
+        ``rows [B]``, ``lengths [B]`` (after the step) and ``req_to_token [rows, max_context]``
+        int32, the slot of each position, are on the cache rank's device. Whether the step `selects`
+        is counted. With `slow_steps`, ``slow [B]`` bool are the requests that are selected for.
         """
 
     def end_step(self) -> None:
@@ -314,8 +303,7 @@ def create_engine(
     `model_dir` tells the rotary embedding of the model, for policies that undo it. Raises
     `SettingsError` or `PolicyError` if the settings cannot be served in this process.
     """
-    module, _, name = _FACTORY.partition(":")
-    rank: Engine = getattr(import_module(module), name)(
+    made: Engine = import_module(f"{_ENGINES}.factory").create(
         model=model,
         settings=settings,
         pools=pools,
@@ -323,7 +311,7 @@ def create_engine(
         predict_query=predict_query,
         model_dir=model_dir,
     )
-    return rank
+    return made
 
 
 def measure_selection(
@@ -341,21 +329,11 @@ def measure_selection(
     """Time one layer's selection at the most requests and tokens that `num_slots` slots hold.
 
     Everything is done on a small cache rank of its own, with random keys: none of the arguments'
-    memory is touched. `predict_query` is that of one layer, whichever it is asked for.
-
-    Returns
-    -------
-    SelectionTime or None
-        None if nothing is ever selected: by the policy, or because every request that fits is
-        attended to as a whole.
-
-    Raises
-    ------
-    torch.OutOfMemoryError
-        If there is no memory left for it.
+    memory is touched. `predict_query` is that of one layer, whichever it is asked for. Returns None
+    if nothing is ever selected: by the policy, or because every request that fits is attended to as
+    a whole. Raises `torch.OutOfMemoryError` if there is no memory left for it.
     """
-    module, _, name = _MEASURE.partition(":")
-    found: SelectionTime | None = getattr(import_module(module), name)(
+    found: SelectionTime | None = import_module(f"{_ENGINES}.measure").measure(
         model=model,
         settings=settings,
         num_slots=num_slots,

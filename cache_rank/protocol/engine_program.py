@@ -53,16 +53,9 @@ def check_other_layers(model: ModelSpec, placement: Placement) -> None:
 class EngineProgram:
     """Which layers select, for whom and when.
 
-    Parameters
-    ----------
-    model, settings
-        Of both ranks.
-    timing, traits, all_exact
-        What the policy declares.
-    keeps_queries : bool
-        Whether the queries of every step are wanted.
-    index_interval : int
-        Tokens between two that the key index takes in: at lengths it divides; 0: none.
+    `timing`, `traits` and `all_exact` are what the policy declares; `keeps_queries`: the queries of
+    every step are wanted; `index_interval`: tokens between two that the key index takes in, at
+    lengths it divides (0: none).
 
     Attributes
     ----------

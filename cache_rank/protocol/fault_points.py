@@ -109,19 +109,8 @@ def parse_faults(text: str) -> tuple[int, tuple[FaultRule, ...]]:
                 "SHARE is from 0 to 1"
             )
         point, action = found["point"], found["action"].partition("(")[0]
-        if point not in POINTS:
-            raise SettingsError(
-                f"{FAULTS_VARIABLE}: there is no point {point}; there are {', '.join(POINTS)}"
-            )
-        if action == "drop" and not POINTS[point].can_drop:
-            droppable = ", ".join(name for name, each in POINTS.items() if each.can_drop)
-            raise SettingsError(
-                f"{FAULTS_VARIABLE}: nothing is sent at {point}; drop is for {droppable}"
-            )
-        if action == "stop" and POINTS[point].role == "launcher":
-            raise SettingsError(
-                f"{FAULTS_VARIABLE}: nobody would continue a launcher that is stopped at {point}"
-            )
+        if reason := _objection(point, action):
+            raise SettingsError(f"{FAULTS_VARIABLE}: {reason}")
         rules.append(
             FaultRule(
                 point=point,
@@ -134,6 +123,17 @@ def parse_faults(text: str) -> tuple[int, tuple[FaultRule, ...]]:
     return seed, tuple(rules)
 
 
+def _objection(point: str, action: str) -> str:
+    if point not in POINTS:
+        return f"there is no point {point}; there are {', '.join(POINTS)}"
+    if action == "drop" and not POINTS[point].can_drop:
+        droppable = ", ".join(name for name, each in POINTS.items() if each.can_drop)
+        return f"nothing is sent at {point}; drop is for {droppable}"
+    if action == "stop" and POINTS[point].role == "launcher":
+        return f"nobody would continue a launcher that is stopped at {point}"
+    return ""
+
+
 class FaultPlan:
     """The rules of one process, and how often each was followed.
 
@@ -143,20 +143,11 @@ class FaultPlan:
     """
 
     def __init__(
-        self,
-        seed: int,
-        rules: tuple[FaultRule, ...],
-        *,
-        role: Role,
-        log: Path,
-        since: float = 0.0,
+        self, seed: int, rules: tuple[FaultRule, ...], *, role: Role, log: Path, since: float = 0.0
     ) -> None:
         self._role, self._log = role, log
-        before = [
-            line
-            for line in read_faults(log)
-            if line["role"] == role and float(line["time"]) >= since
-        ]
+        lines = read_faults(log)
+        before = [x for x in lines if x["role"] == role and float(x["time"]) >= since]
         start = sum(line["action"] == "start" for line in before)
         done = Counter((line["point"], line["action"]) for line in before)
         self._rules: dict[str, list[FaultRule]] = {}

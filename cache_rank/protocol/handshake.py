@@ -15,40 +15,14 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .control import ControlClient
 from .errors import HandshakeRefusedError, ProtocolError
-from .ipc import refuse_version
-from .messages import PROTOCOL_VERSION, HeartbeatReply, Hello, Refused, Welcome
+from .messages import PROTOCOL_VERSION, HeartbeatReply, Hello, Refused, Welcome, refuse_version
 
 _SHOWN = 128
 _ADVICE = {
     "model_hash": "point both ranks at the same model directory",
     "dtype": "give both ranks the same --dtype",
     "max_context": "give both ranks the same --context-length",
-    "page_size": "give both ranks the same --page-size",
 }
-
-
-def make_hello(
-    *,
-    token: bytes,
-    model: ModelSpec,
-    settings: RankSettings,
-    max_rows: int,
-    page_size: int,
-    gpus: Sequence[str] = (),
-) -> Hello:
-    """Return the `Hello` of an inference rank with `max_rows` request rows.
-
-    `gpus` are as `shared_devices.gpu_uuids` returns them.
-    """
-    return Hello(
-        protocol_version=PROTOCOL_VERSION,
-        token=token,
-        model=model,
-        settings=settings.flat(),
-        max_rows=max_rows,
-        page_size=page_size,
-        gpus=tuple(gpus),
-    )
 
 
 def check_hello(
@@ -57,18 +31,13 @@ def check_hello(
     token: bytes,
     model: ModelSpec,
     settings: RankSettings,
-    page_size: int,
     gpus: Sequence[str] = (),
 ) -> Refused | None:
-    """Compare `hello` with what the cache rank has; `gpus` as for `make_hello`.
+    """Compare `hello` with what the cache rank has; `gpus` as of `shared_devices.gpu_uuids`.
 
-    The order is version, token, model, page size, settings, GPUs. Nothing about the model, the
-    settings or the GPUs is told to a peer without the token.
-
-    Returns
-    -------
-    Refused or None
-        The first field that differs with both values and what to do; never the token.
+    The order is version, token, model, settings, GPUs. Nothing about the model, the
+    settings or the GPUs is told to a peer without the token. Returns the first field that differs
+    with both values and what to do, never the token; None if all agree.
     """
     if hello.protocol_version != PROTOCOL_VERSION:
         return refuse_version(hello.protocol_version)
@@ -84,8 +53,6 @@ def check_hello(
             return _refuse(
                 field, *("None" if x is None else x for x in (theirs[field], ours[field]))
             )
-    if hello.page_size != page_size:
-        return _refuse("page_size", hello.page_size, page_size)
     flat = settings.flat()
     for field in (*flat, *sorted(set(hello.settings) - set(flat))):
         if hello.settings.get(field) != flat.get(field):
@@ -97,14 +64,9 @@ def check_hello(
 def open_epoch(client: ControlClient, hello: Hello, timeout_s: float) -> Welcome:
     """Send `hello` and return the cache rank's `Welcome`.
 
-    Raises
-    ------
-    HandshakeRefusedError
-        If the cache rank refuses; `field` names what differs.
-    CacheRankLostError
-        If there is no answer within `timeout_s`.
-    ProtocolError
-        If the answer is neither.
+    Raises `HandshakeRefusedError` if the cache rank refuses; `field` names what differs;
+    `CacheRankLostError` if there is no answer within `timeout_s`; `ProtocolError` if the answer is
+    neither.
     """
     deadline = time.monotonic() + timeout_s
     reply = client.request(hello, timeout_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof of life in both directions.
+"""Proof of life in both directions, and the counters of a process.
 
 Runs beside the service loop in threads of its own: shared memory does not tell of a peer that
 hangs, and a service that is busy must still be told from one that is dead. A pause of our
@@ -9,20 +9,107 @@ other side's silence.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from .errors import CacheRankLostError, ProtocolError
 from .fault_points import reach
-from .ipc import IpcDealer
-from .messages import Heartbeat, HeartbeatReply, Message, StatusReply
-from .status import StatusServer, request_status
+from .ipc import IpcDealer, IpcRouter
+from .messages import Heartbeat, HeartbeatReply, Message, StatusReply, StatusRequest
 
-__all__ = ["HeartbeatClient", "HeartbeatServer", "StatusServer", "request_status"]
-
+_LOG = logging.getLogger(__name__)
 _JOIN_S = 5.0
+
+
+class Patience:
+    """How long the other side may be silent, which counts as heard from now.
+
+    A pause of our own is not its silence: one of more than half of `patience_s`, and of `turn_s`
+    that pass between two questions anyway.
+    """
+
+    def __init__(self, patience_s: float, turn_s: float = 0.0) -> None:
+        self._patience_s, self._longest_turn_s = patience_s, patience_s / 2 + turn_s
+        self.hear()
+
+    def hear(self) -> None:
+        """Note that it has spoken."""
+        self._heard = self._turn = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether nothing was heard for too long; to be asked regularly."""
+        now = time.monotonic()
+        if now - self._turn > self._longest_turn_s:
+            self._heard = max(self._heard, now - self._patience_s / 2)
+        self._turn = now
+        return now - self._heard >= self._patience_s
+
+
+class StatusServer:
+    """Answers `StatusRequest` at `socket_path` from a thread of its own.
+
+    `status` makes the reply; it is called in the server's thread and must not block. Every `tick_s`
+    the thread looks whether it is to end. Raises `CacheRankError` if another live process serves
+    `socket_path`.
+    """
+
+    def __init__(
+        self, socket_path: Path, *, status: Callable[[], StatusReply], tick_s: float = 0.25
+    ) -> None:
+        self._status = status
+        self._tick_s = tick_s
+        self._router = IpcRouter(socket_path)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=socket_path.name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and remove the socket. Idempotent."""
+        self._stopping.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                received = self._router.receive(self._tick_s)
+                try:
+                    reply = self._answer(received[1]) if received else None
+                    if received and reply is not None:
+                        self._router.send(received[0], reply)
+                    self._on_turn()
+                except Exception:  # a broken counter must not look like a dead process
+                    _LOG.exception("%s: a callback failed", self._thread.name)
+        finally:
+            self._router.close()
+
+    def _answer(self, message: Message) -> Message | None:
+        return self._status() if isinstance(message, StatusRequest) else None
+
+    def _on_turn(self) -> None:
+        """Run after each message, and each tick without one."""
+
+
+def request_status(socket_path: Path, timeout_s: float) -> StatusReply:
+    """Ask the process that serves `socket_path` for its counters.
+
+    Raises `CacheRankLostError` if nobody answers within `timeout_s`, `ProtocolError` if the answer
+    is malformed.
+    """
+    if not socket_path.exists():
+        raise CacheRankLostError(f"{socket_path}: nobody serves it; has the process started?")
+    with closing(IpcDealer(socket_path)) as dealer:
+        dealer.send(StatusRequest())
+        reply = dealer.receive(timeout_s)
+    if reply is None:
+        raise CacheRankLostError(f"{socket_path}: no answer within {timeout_s:g} s")
+    if not isinstance(reply, StatusReply):
+        raise ProtocolError(f"StatusRequest was answered with {type(reply).__name__}")
+    return reply
 
 
 class HeartbeatServer(StatusServer):
@@ -48,14 +135,13 @@ class HeartbeatServer(StatusServer):
         self._patience_s = interval_s * misses
         self._guard = threading.Lock()
         self._epoch = 0
-        self._last_beat: float | None = None
-        self._last_turn = time.monotonic()
+        self._patience: Patience | None = None
         super().__init__(socket_path, status=status, tick_s=min(0.25, interval_s / 4))
 
     def expect(self, epoch: int) -> None:
         """Start to watch `epoch` (call before `Welcome` is sent)."""
         with self._guard:
-            self._epoch, self._last_beat = epoch, None
+            self._epoch, self._patience = epoch, None
 
     def forget(self) -> None:
         """Watch nothing; heartbeats are answered with epoch 0, which tells the peer."""
@@ -69,20 +155,15 @@ class HeartbeatServer(StatusServer):
         with self._guard:
             epoch = self._epoch
             if message.epoch == epoch != 0:
-                self._last_beat = time.monotonic()
+                self._patience = self._patience or Patience(self._patience_s)
+                self._patience.hear()
         return HeartbeatReply(epoch=epoch, sequence=message.sequence, busy_s=self._busy())
 
     def _on_turn(self) -> None:
-        now = time.monotonic()
-        paused, self._last_turn = now - self._last_turn > self._patience_s / 2, now
         with self._guard:
-            if self._last_beat is None:
+            if self._patience is None or not self._patience.is_over():
                 return
-            if paused:
-                self._last_beat = max(self._last_beat, now - self._patience_s / 2)
-            if now - self._last_beat < self._patience_s:
-                return
-            self._last_beat = None
+            self._patience = None
         self._on_silence()
 
 
@@ -128,11 +209,8 @@ class HeartbeatClient:
 
     def _run(self, epoch: int, stopping: threading.Event) -> None:
         try:
-            dealer = IpcDealer(self._socket_path)
-            try:
+            with closing(IpcDealer(self._socket_path)) as dealer:
                 reason = self._watch(dealer, epoch, stopping)
-            finally:
-                dealer.close()
         except Exception as error:  # e.g. no more descriptors: unwatched is as good as lost
             reason = f"the heartbeat failed: {type(error).__name__}: {error}"
         if reason is not None and not stopping.is_set():
@@ -140,9 +218,8 @@ class HeartbeatClient:
 
     def _watch(self, dealer: IpcDealer, epoch: int, stopping: threading.Event) -> str | None:
         """Return the reason of the loss, None if stopped."""
-        patience_s = self._interval_s * self._misses
-        last_reply = last_turn = time.monotonic()
-        sequence = 0
+        patience_s, sequence = self._interval_s * self._misses, 0
+        patience = Patience(patience_s, turn_s=2 * self._interval_s)
         while not stopping.is_set():
             now = time.monotonic()
             sequence += 1
@@ -154,14 +231,10 @@ class HeartbeatClient:
                 return str(error)
             if reason:
                 return reason
-            paused = time.monotonic() - last_turn > patience_s / 2 + 2 * self._interval_s
-            last_turn = time.monotonic()
             if reason is None:
-                last_reply = last_turn
-                stopping.wait(max(0.0, now + self._interval_s - last_turn))
-            elif paused:  # it was us who slept
-                last_reply = max(last_reply, last_turn - patience_s / 2)
-            elif last_turn - last_reply >= patience_s:
+                patience.hear()
+                stopping.wait(max(0.0, now + self._interval_s - time.monotonic()))
+            elif patience.is_over():
                 return (
                     f"no heartbeat for {patience_s:g} s: its process hangs, or lacks CPU time "
                     "(exchange.heartbeat_misses gives it longer)"

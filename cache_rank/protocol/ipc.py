@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""zmq sockets on ipc paths with every bound set. One message is one frame.
+"""zmq sockets with every bound set. One message is one frame.
 
 Each socket owns its context, so that closing it waits for its file to be gone.
-Neither class may be used by two threads at once; handing one over to a thread is fine.
+No class may be used by two threads at once; handing one over to a thread is fine.
 """
 
 from __future__ import annotations
@@ -11,24 +11,13 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
 
 from .errors import CacheRankError, CacheRankLostError, ProtocolError
-from .messages import (
-    CODEC,
-    MAX_FRAME_BYTES,
-    PROTOCOL_VERSION,
-    Codec,
-    Message,
-    Refused,
-    decode,
-    encode,
-    hello_version,
-)
+from .messages import CODEC, MAX_FRAME_BYTES, Codec, Message, Refused
 
 _HIGH_WATER = 1024
 _SEND_TIMEOUT_MS = 50
@@ -42,16 +31,13 @@ T = TypeVar("T")
 class Router(Generic[T]):
     """A serving socket that tells its peers apart. Garbage is counted in `malformed` and dropped.
 
-    A frame that cannot be decoded is answered with what `refusal_of` makes of it; None: with
-    nothing.
+    A first message of another protocol version is refused.
     """
 
-    def __init__(self, codec: Codec[T], refusal_of: Callable[[bytes], T | None]) -> None:
+    def __init__(self, codec: Codec[T]) -> None:
         self.malformed = 0
-        self._codec, self._refusal_of = codec, refusal_of
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        bound(self._socket)
+        self._codec = codec
+        self._context, self._socket = _bound(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # On ipc nobody answers for this domain, and so everybody is let in (the directory's mode is
         # the guard). But with one, zmq refuses ZMTP 1 and 2, for which random bytes may be taken:
@@ -71,12 +57,11 @@ class Router(Generic[T]):
                 return parts[0], self._codec.decode(parts[1])
             except ProtocolError:
                 self.malformed += 1
-                refusal = self._refusal_of(parts[1])
-                if refusal is not None:
+                if refusal := self._codec.refusal_of(parts[1]):
                     self.send(parts[0], refusal)
         return None
 
-    def send(self, peer: bytes, message: T) -> bool:
+    def send(self, peer: bytes, message: T | Refused) -> bool:
         """Send to `peer`; False if it is gone or does not read."""
         try:
             self._socket.send_multipart([peer, self._codec.encode(message)], flags=zmq.NOBLOCK)
@@ -96,7 +81,7 @@ class IpcRouter(Router[Message]):
         self._path = path
         self._closed = False
         self._lock = take_lock(path)
-        super().__init__(CODEC, _refusal_of)
+        super().__init__(CODEC)
         try:
             self._socket.bind(f"ipc://{path}")
             path.chmod(0o600)
@@ -115,31 +100,26 @@ class IpcRouter(Router[Message]):
         os.close(self._lock)  # gives up the lock last: the next owner finds a clean path
 
 
-class IpcDealer:
-    """The calling end. Messages wait in a bounded queue while nobody serves `path`."""
+class Dealer(Generic[T]):
+    """A calling socket, not connected yet; errors name the `place` that it calls."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        bound(self._socket)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
-        self._socket.connect(f"ipc://{path}")
+    def __init__(self, codec: Codec[T], place: object) -> None:
+        self._codec, self._place = codec, place
+        self._context, self._socket = _bound(zmq.DEALER)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: T) -> None:
         """Queue `message`; waits 50 ms at most.
 
         Raises `CacheRankLostError` if the queue is full: the other side has not read for long.
         """
         try:
-            self._socket.send(encode(message))
+            self._socket.send(self._codec.encode(message))
         except zmq.ZMQError as error:
             raise CacheRankLostError(
-                f"{self._path}: nobody reads, {_HIGH_WATER} messages are waiting ({error})"
+                f"{self._place}: nobody reads, {_HIGH_WATER} messages are waiting ({error})"
             ) from error
 
-    def receive(self, timeout_s: float) -> Message | None:
+    def receive(self, timeout_s: float) -> T | None:
         """Return the next message, or None after `timeout_s`.
 
         Raises `ProtocolError` if it is malformed.
@@ -148,8 +128,8 @@ class IpcDealer:
             return None
         parts, is_whole = receive_parts(self._socket, limit=1)
         if not is_whole:
-            raise ProtocolError(f"{self._path}: a message of several frames")
-        return decode(parts[0])
+            raise ProtocolError(f"{self._place}: a message of several frames")
+        return self._codec.decode(parts[0])
 
     def close(self) -> None:
         """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
@@ -157,10 +137,20 @@ class IpcDealer:
         self._context.term()
 
 
+class IpcDealer(Dealer[Message]):
+    """The calling end. Messages wait in a bounded queue while nobody serves `path`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(CODEC, path)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
+        self._socket.connect(f"ipc://{path}")
+
+
 def server_pid(path: Path) -> int | None:
     """Return the id of the live process that serves `path`; None if there is none."""
     try:
-        handle = os.open(_lock_path(path), os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(f"{path}.lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -173,28 +163,17 @@ def server_pid(path: Path) -> int | None:
     return None
 
 
-def _refusal_of(frame: bytes) -> Refused | None:
-    version = hello_version(frame)
-    return None if version in (None, PROTOCOL_VERSION) else refuse_version(version)
-
-
-def refuse_version(version: int) -> Refused:
-    """Return the refusal of a peer that speaks protocol `version`."""
-    return Refused(
-        field="protocol_version",
-        message=f"inference rank has {version}, cache rank has {PROTOCOL_VERSION}; "
-        "install the same tandemkv version on both sides",
-    )
-
-
-def bound(socket: zmq.Socket[bytes]) -> None:
-    """Set every bound of a socket."""
+def _bound(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    """Return a socket with every bound set, and its context."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
     socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+    return context, socket
 
 
 def readable(socket: zmq.Socket[bytes], deadline: float) -> bool:
@@ -225,7 +204,7 @@ def take_lock(path: Path) -> int:
     # zmq removes an existing socket file without asking, be it stale or in use. The kernel
     # drops this lock with its process, so it tells the two apart.
     try:
-        handle = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise CacheRankError(f"cannot lock {path}: {error}") from error
     try:
@@ -240,7 +219,3 @@ def take_lock(path: Path) -> int:
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
-
-
-def _lock_path(path: Path) -> str:
-    return f"{path}.lock"

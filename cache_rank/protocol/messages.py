@@ -95,7 +95,7 @@ class Hello(_Message, frozen=True, tag=1):
         return f"Hello(protocol_version={self.protocol_version}, model={self.model!r}, ...)"
 
 
-class _AnyHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class AnyHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """What is common to the `Hello` of every protocol version."""
 
     protocol_version: Id
@@ -167,16 +167,13 @@ T = TypeVar("T")
 
 
 class Codec(Generic[T]):
-    """Frames of one union of messages."""
+    """Frames of one union of messages, of which `opening` is what the first one has always had."""
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T], opening: type[AnyHello]) -> None:
+        self._decoder, self._opening = decoder, msgspec.msgpack.Decoder(opening)
 
-    def encode(self, message: T) -> bytes:
-        """Return the frame of `message`.
-
-        Raises `ProtocolError` if the frame exceeds `MAX_FRAME_BYTES`.
-        """
+    def encode(self, message: T | Refused) -> bytes:
+        """Return the frame of `message`; raises `ProtocolError` beyond `MAX_FRAME_BYTES`."""
         frame = _ENCODER.encode(message)
         _check_length(frame)
         return frame
@@ -192,20 +189,32 @@ class Codec(Generic[T]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
 
+    def version_of(self, frame: bytes) -> int | None:
+        """Return the protocol version of a first message, be it another than ours; else None."""
+        try:
+            return self._opening.decode(frame).protocol_version
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def refusal_of(self, frame: bytes) -> Refused | None:
+        """Return the answer to a first message of another protocol version; else None."""
+        version = self.version_of(frame)
+        return None if version in (None, PROTOCOL_VERSION) else refuse_version(version)
+
+
+def refuse_version(version: int) -> Refused:
+    """Return the refusal of a peer that speaks protocol `version`."""
+    return Refused(
+        field="protocol_version",
+        message=f"inference rank has {version}, cache rank has {PROTOCOL_VERSION}; "
+        "install the same tandemkv version on both sides",
+    )
+
 
 def _check_length(frame: bytes) -> None:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
 
 
-CODEC: Codec[Message] = Codec(msgspec.msgpack.Decoder(Message))
+CODEC: Codec[Message] = Codec(msgspec.msgpack.Decoder(Message), AnyHello)
 encode, decode = CODEC.encode, CODEC.decode
-_HELLO_DECODER = msgspec.msgpack.Decoder(_AnyHello)
-
-
-def hello_version(frame: bytes) -> int | None:
-    """Return the protocol version of a `Hello` that `decode` refuses, None if it is not one."""
-    try:
-        return _HELLO_DECODER.decode(frame).protocol_version
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None

@@ -16,6 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+from functools import cached_property
 from pathlib import Path
 
 from .errors import SettingsError
@@ -25,16 +26,11 @@ TOKEN_BYTES = 32
 MAX_SOCKET_PATH_BYTES = 107
 """What fits into ``sockaddr_un.sun_path`` on Linux, the closing zero not counted."""
 
-_SOCKET_NAMES = (
-    "control.sock",
-    "heartbeat.sock",
-    "inference.sock",
-    "memory.sock",
-    "holder.sock",
+_SOCKET_NAMES = tuple(
+    f"{name}.sock" for name in ("control", "heartbeat", "inference", "memory", "holder")
 )
 _TEMPORARY, _METRICS = "sglang-tmp", "sglang-metrics"
-_OF_RANKS = ("tp[1-9]", "tp[1-9][0-9]")
-"""Directories of the engines but the first, see `RunDir.of_rank`."""
+_OF_SGLANG = (_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm")
 _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 """The last is a socket of SGLang's, whose name it gets from the standard library."""
 _MADE = (
@@ -42,22 +38,35 @@ _MADE = (
     *(f"{name}.lock" for name in _SOCKET_NAMES),
     *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml*", "keep-logs", FAULTS_FILE),
     *("far", "own-keys"),  # of link message
-    *(_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm"),
-    *_OF_RANKS,
+    *_OF_SGLANG,
+    *("tp[1-9]", "tp[1-9][0-9]"),  # of the engines but the first, see `RunDir.of_rank`
 )
 """What a launch makes, as patterns; logs apart, which are for reading."""
-_OF_SGLANG = (_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm")
 
 
 class RunDir:
-    """An existing run directory. Use `create` or `open`, which check it.
+    """An existing run directory. Use `create` or `open`, which check owner and mode of `path`.
 
-    Owner and mode of `path` have been checked.
+    Attributes
+    ----------
+    control_socket, memory_socket : Path
+        Where the cache rank takes control messages, and descriptors of mapped tensors.
+    heartbeat_socket, inference_socket : Path
+        Where the cache rank answers heartbeats and status requests, and the inference rank these.
+    holder_socket : Path
+        Where the launcher holds descriptors of mapped tensors.
+    temporary, metrics : Path
+        Folders for temporary files of SGLang's processes (``TMPDIR``), and in which they share
+        metrics; not made here.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._token: bytes | None = None
+        self.control_socket, self.heartbeat_socket, self.inference_socket, *others = (
+            path / name for name in _SOCKET_NAMES
+        )
+        self.memory_socket, self.holder_socket = others
+        self.temporary, self.metrics = path / _TEMPORARY, path / _METRICS
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
@@ -66,30 +75,22 @@ class RunDir:
     def create(cls, path: Path | str | None = None) -> RunDir:
         """Make the directory and its token; an existing directory of ours keeps its token.
 
-        Parameters
-        ----------
-        path : Path or str, optional
-            Made with mode 0700 if missing. By default a fresh directory under
-            ``XDG_RUNTIME_DIR``, or under ``/tmp`` if that is not set.
-
-        Raises
-        ------
-        SettingsError
-            If the directory belongs to somebody else, is open to group or others, is a
-            symbolic link, cannot be made, or is too long a path for a socket.
+        `path` is made with mode 0700 if missing; by default it is a fresh directory in
+        `usual_place`. Raises `SettingsError` if it belongs to somebody else, is open to group or
+        others, is a symbolic link, cannot be made, or is too long for a socket.
         """
         try:
-            directory = _default_path() if path is None else Path(path).absolute()
+            if path is None:
+                path = tempfile.mkdtemp(prefix="tandemkv-", dir=usual_place())
+            directory = Path(path).absolute()
             _check_length(directory)
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError):  # the check says more of what is there
                 directory.mkdir(mode=0o700, parents=True)
             _check_private(directory, is_directory=True)
-            run_dir = cls(directory)
-            run_dir._create_token()
+            cls(directory)._create_token()
         except OSError as error:
             raise SettingsError(f"run_dir={path}: cannot be made: {error}") from error
-        _ = run_dir.token
-        return run_dir
+        return cls.open(directory)
 
     @classmethod
     def open(cls, path: Path | str) -> RunDir:
@@ -118,41 +119,6 @@ class RunDir:
         return RunDir.create(path) if create else RunDir(path)
 
     @property
-    def control_socket(self) -> Path:
-        """Where the cache rank takes control messages."""
-        return self.path / _SOCKET_NAMES[0]
-
-    @property
-    def heartbeat_socket(self) -> Path:
-        """Where the cache rank answers heartbeats and status requests."""
-        return self.path / _SOCKET_NAMES[1]
-
-    @property
-    def inference_socket(self) -> Path:
-        """Where the inference rank answers status requests."""
-        return self.path / _SOCKET_NAMES[2]
-
-    @property
-    def memory_socket(self) -> Path:
-        """Where the cache rank takes descriptors of mapped tensors."""
-        return self.path / _SOCKET_NAMES[3]
-
-    @property
-    def holder_socket(self) -> Path:
-        """Where the launcher holds descriptors of mapped tensors."""
-        return self.path / _SOCKET_NAMES[4]
-
-    @property
-    def temporary(self) -> Path:
-        """Folder for temporary files of SGLang's processes (``TMPDIR``); not made here."""
-        return self.path / _TEMPORARY
-
-    @property
-    def metrics(self) -> Path:
-        """Folder in which SGLang's processes share metrics; not made here."""
-        return self.path / _METRICS
-
-    @property
     def shared_memory_prefix(self) -> str:
         """How names of shared memory of this directory's ranks begin, in ``/dev/shm``.
 
@@ -165,22 +131,20 @@ class RunDir:
         """Patterns of all paths that a launch makes, logs apart."""
         return (f"/dev/shm/{self.shared_memory_prefix}*", *self._patterns(_MADE))
 
-    @property
+    @cached_property
     def token(self) -> bytes:
         """The shared secret, 32 bytes; read once.
 
         Raises `SettingsError` if the file is missing, not private to us, or of another length.
         """
-        if self._token is None:
-            path = self.path / "token"
-            _check_private(path, is_directory=False)
-            token = path.read_bytes()
-            if len(token) != TOKEN_BYTES:
-                raise SettingsError(
-                    f"{path}: {len(token)} bytes, must be {TOKEN_BYTES}; delete it and restart"
-                )
-            self._token = token
-        return self._token
+        path = self.path / "token"
+        _check_private(path, is_directory=False)
+        token = path.read_bytes()
+        if len(token) != TOKEN_BYTES:
+            raise SettingsError(
+                f"{path}: {len(token)} bytes, must be {TOKEN_BYTES}; delete it and restart"
+            )
+        return token
 
     @property
     def instance(self) -> str:
@@ -252,10 +216,6 @@ def usual_place() -> Path:
     if not (base and Path(base).is_dir() and os.access(base, os.W_OK)):
         base = "/tmp"
     return Path(base)
-
-
-def _default_path() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tandemkv-", dir=usual_place()))
 
 
 def _check_length(directory: Path) -> None:

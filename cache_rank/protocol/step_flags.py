@@ -43,15 +43,8 @@ class _Timespec(ctypes.Structure):
 class StepFlags:
     """Words that two processes raise and wait for.
 
-    Parameters
-    ----------
-    words : torch.Tensor
-        ``[num_flags, WORDS_APART]`` int64, mapped by both processes; word 0 of each line counts.
-
-    Raises
-    ------
-    SettingsError
-        On a machine whose futex call is unknown.
+    They are ``words [num_flags, WORDS_APART]`` int64, mapped by both processes; word 0 of each line
+    counts. Raises `SettingsError` on a machine whose futex call is unknown.
     """
 
     def __init__(self, words: torch.Tensor) -> None:

@@ -141,12 +141,7 @@ def ring_shape(max_rows: int) -> tuple[int, int]:
 class StepRing:
     """One end of the ring; one process only writes, the other only reads.
 
-    Parameters
-    ----------
-    words : torch.Tensor
-        `ring_shape`, int64, mapped by both.
-    flags : StepFlags
-        Of the same epoch.
+    `words`, int64 of `ring_shape`, are mapped by both; `flags` are of the same epoch.
     """
 
     def __init__(self, words: torch.Tensor, flags: StepFlags) -> None:

@@ -59,12 +59,7 @@ class Contents:
     output, partial            ``[B, Hq, D]``, ``[B, Hq, D + 1]``
     =========================  ===================================================
 
-    Parameters
-    ----------
-    side : Side
-        Of this host.
-    positions : torch.Tensor, optional
-        ``[books, rows, H, R]`` int32, the engine's books: where changes are read.
+    Changes are read in the engine's books, ``positions [books, rows, H, R]`` int32, if given.
     """
 
     def __init__(self, side: Side, positions: torch.Tensor | None = None) -> None:
@@ -182,9 +177,7 @@ class Contents:
 
         Without `width` there is room for all changes.
         """
-        width = self._side.most_changes if width is None else width
-        shapes = [(part, self._shapes(part, self._entry, width)) for part in message.parts]
-        nbytes = HEAD_BYTES + sum(_aligned(*shape) for _, found in shapes for shape in found)
+        shapes, nbytes = self._layout(message, self._side.most_changes if width is None else width)
         if room is not None and len(room) >= nbytes:
             whole = room[:nbytes]
         else:
@@ -193,8 +186,7 @@ class Contents:
 
     def view(self, message: Message, whole: torch.Tensor, width: int) -> Body | None:
         """Return what came as ``whole [n]`` uint8; None if it is not of a message's size."""
-        shapes = [(part, self._shapes(part, self._entry, width)) for part in message.parts]
-        nbytes = HEAD_BYTES + sum(_aligned(*shape) for _, found in shapes for shape in found)
+        shapes, nbytes = self._layout(message, width)
         is_whole = len(whole) == nbytes and 0 <= width <= self._side.most_changes
         return _body(whole, shapes) if is_whole else None
 
@@ -204,6 +196,13 @@ class Contents:
             self._write(part, views)
 
     # -- inside --------------------------------------------------------------------------
+
+    def _layout(
+        self, message: Message, width: int
+    ) -> tuple[list[tuple[Part, tuple[_Shape, ...]]], int]:
+        """Return the shapes of a message's parts, and the bytes of all of it."""
+        shapes = [(part, self._shapes(part, self._entry, width)) for part in message.parts]
+        return shapes, HEAD_BYTES + sum(_aligned(*x) for _, found in shapes for x in found)
 
     def _nbytes(self, part: Part, entry: StepEntry) -> int:
         return sum(_aligned(*x) for x in self._shapes(part, entry, self._side.most_changes))

@@ -18,11 +18,11 @@ from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, EntryKind, StepEntry, StepRing
 
 from .contents import Contents
-from .lanes import ReceiveLane, SendLane
+from .gpu_link import ReceiveLane, SendLane
 from .plan import FlagKind, StepPlan
 from .records import Op, Outbox, Record, read_records
+from .session import StepCount
 from .side import Side
-from .step_count import StepCount
 
 _POLL_S, _LONGEST_WAIT_S = 0.2, 3600.0
 

@@ -14,15 +14,10 @@ import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.errors import (
-    HandshakeRefusedError,
-    ProtocolError,
-    TandemKVError,
-)
+from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError, ProtocolError, TandemKVError
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
-from tandemkv.cache_rank.protocol.ipc import refuse_version
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, withdraw_tensors
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
@@ -47,6 +42,7 @@ from tandemkv.cache_rank.protocol.messages import (
     Hello,
     Refused,
     Welcome,
+    refuse_version,
 )
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX, most_bytes
@@ -145,7 +141,7 @@ class FarPump:
         if guest is None:
             return
         session = guest.session
-        if guest.pulse.is_silent():
+        if guest.pulse.is_over():
             self._close_epoch("no heartbeat from the inference rank's host")
         elif session is not None and has_hung_up(session.connection):
             self._close_epoch("the cache rank's process ended")

@@ -14,13 +14,15 @@ from tandemkv.cache_rank.protocol.message.data_plane import INFERENCE_END
 from tandemkv.cache_rank.protocol.message.nccl_wire import MOST_CTAS, NcclWire, prepare_nccl
 
 from .contents import Contents
-from .lanes import HostReceiveLane, HostSendLane, ReceiveLane, SendLane
+from .lanes import HostReceiveLane, HostSendLane
 from .records import Outbox
 from .side import Side
-from .stream_lanes import StreamReceiveLane, StreamSendLane
+from .stream_lanes import StreamLane, StreamReceiveLane, StreamSendLane
 
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 0.5
+SendLane = HostSendLane | StreamSendLane
+ReceiveLane = HostReceiveLane | StreamReceiveLane
 Wires = tuple[NcclWire, ...]
 """One away from the inference rank and one back; none on CPUs."""
 
@@ -62,13 +64,13 @@ class PumpLanes:
         """End what waits on a GPU, before its communicators are broken. Safe from any thread."""
         del reason
         for lane in (self.sends, self.receives):
-            if isinstance(lane, (StreamSendLane, StreamReceiveLane)):
+            if isinstance(lane, StreamLane):
                 lane.abort()
 
     def close(self) -> None:
         """Let go of what was captured, once no thread uses the lanes: wires end behind that."""
         for lane in (self.sends, self.receives):
-            if isinstance(lane, (StreamSendLane, StreamReceiveLane)):
+            if isinstance(lane, StreamLane):
                 lane.close()
 
 
@@ -100,14 +102,9 @@ def open_wires(
     """Begin to connect GPU `device` with that of the other host; on a CPU there is nothing to.
 
     Both have met within `timeout_s`. The cache rank's end needs the `places` of the inference
-    rank's. So many cache ranks share the model's GPU, and what a transfer may take of it.
-
-    Raises
-    ------
-    ProtocolError
-        If the other host is on another kind of device.
-    SettingsError, CacheRankLostError
-        As `NcclWire` and `prepare_nccl` do.
+    rank's. So many cache ranks share the model's GPU, and what a transfer may take of it. Raises
+    `ProtocolError` if the other host is on another kind of device, `SettingsError` or
+    `CacheRankLostError` as `NcclWire` and `prepare_nccl` do.
     """
     num_wires = 2 if device.type == "cuda" else 0
     if end != INFERENCE_END and len(places) != num_wires:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One direction of an epoch, on a CPU: each message as soon as its flags are raised.
 
-`stream_lanes` has the same for GPUs, where all of a step's messages are queued at once.
+`stream_lanes` has the same for GPUs, where all of a step's messages are queued at once, and
+`gpu_link` chooses.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
@@ -18,43 +18,11 @@ from .records import Op, Outbox, Record
 from .side import Side
 
 
-class SendLane(Protocol):
-    """Sends the messages of steps, in order."""
-
-    is_lost: bool
-    """What a message of the present step waited for was not raised; False while nobody knows."""
-
-    def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """Begin to send the `messages` of `entry`; returns those that `send` is to be given."""
-
-    def send(self, message: Message) -> None:
-        """Send a message once its flags are raised; without its content if they are not."""
-
-
-class ReceiveLane(Protocol):
-    """Writes the messages of steps, in order, and raises their flags.
-
-    `is_queued`: all of a step's are received by `begin` alone, which waits for none; else each
-    comes as a record, for `take`.
-    """
-
-    is_queued: bool
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no record of a step is due."""
-
-    def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> None:
-        """Let what comes be the `messages` of `entry`."""
-
-    def take(self, record: Record) -> None:
-        """Write the next message."""
-
-
 class HostSendLane:
-    """See `SendLane`: the thread waits.
+    """Sends the messages of steps, in order, each as a record of `out`; the thread waits.
 
-    Each message is a record of `out`.
+    `is_lost`: what a message of the present step waited for was not raised; False while nobody
+    knows.
     """
 
     def __init__(self, side: Side, contents: Contents, out: Outbox) -> None:
@@ -62,13 +30,16 @@ class HostSendLane:
         self._step, self.is_lost = 0, False
 
     def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """See `SendLane.begin`: all of them."""
+        """Begin to send the `messages` of `entry`; returns those for `send`: all."""
         self._step, self.is_lost = entry.step, False
         self._contents.begin(entry)
         return messages
 
     def send(self, message: Message) -> None:
-        """See `SendLane.send`; raises `CacheRankLostError` if the epoch is over."""
+        """Send a message once its flags are raised; without its content if they are not.
+
+        Raises `CacheRankLostError` if the epoch is over.
+        """
         for flag in message.waits:
             self._wait(flag)
         if self.is_lost:  # that the step has ended is true all the same
@@ -88,7 +59,11 @@ class HostSendLane:
 
 
 class HostReceiveLane:
-    """See `ReceiveLane`: messages are written as they come."""
+    """Writes the messages of steps, in order, and raises their flags.
+
+    `is_queued`: all of a step's are received by `begin` alone, which waits for none; else each
+    comes as a record, for `take`.
+    """
 
     is_queued = False
 
@@ -99,18 +74,18 @@ class HostReceiveLane:
 
     @property
     def is_done(self) -> bool:
-        """See `ReceiveLane.is_done`."""
+        """Whether no record of a step is due."""
         return not self._due
 
     def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> None:
-        """See `ReceiveLane.begin`; raises `ProtocolError` if others are due."""
+        """Let what comes be the `messages` of `entry`; raises `ProtocolError` if others are due."""
         if self._due:
             raise ProtocolError(f"{len(self._due)} messages of step {self._step} have not come")
         self._step, self._due = entry.step, deque(messages)
         self._contents.begin(entry)
 
     def take(self, record: Record) -> None:
-        """See `ReceiveLane.take`; raises `ProtocolError` if it is not what is due."""
+        """Write the next message; raises `ProtocolError` if it is not what is due."""
         if not self._due or record.a not in (0, self._step):
             raise ProtocolError(f"a message of step {record.a} came, and none of it is due")
         message = self._due.popleft()

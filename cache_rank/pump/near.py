@@ -20,11 +20,11 @@ from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRing
 
-from .lanes import ReceiveLane, SendLane
+from .gpu_link import ReceiveLane, SendLane
 from .plan import StepPlan
 from .records import Op, Outbox, Record, read_records
+from .session import StepCount
 from .side import Side
-from .step_count import StepCount
 
 _POLL_S = 0.2
 _MOST_CALLS = 1 << 15

@@ -79,9 +79,8 @@ class NearPump:
     """Serves the run directory of an inference rank as its cache rank does, by messages.
 
     A name in `address` is looked up for each epoch; `keys` and `server` are as for `Caller`. K/V
-    come to `interface`, by default the one that leads to the cache rank. Without `homes` the
-    inference rank's memory is the host's. Raises `CacheRankError` if another live process serves
-    the run directory.
+    come to the interface that leads to the cache rank. Without `homes` the inference rank's memory
+    is the host's. Raises `CacheRankError` if another live process serves the run directory.
     """
 
     def __init__(
@@ -91,14 +90,13 @@ class NearPump:
         address: LinkAddress,
         keys: KeyPair,
         server: bytes,
-        interface: str | None = None,
         rank: int = 0,
         homes: Homes | None = None,
     ) -> None:
         self._run_dir, self._settings, self._exchange = run_dir, settings, settings.exchange
         self._homes = homes or Homes.on_host()
         self._address, self._keys, self._server = address, keys, server
-        self._interface, self._rank = interface, rank
+        self._rank = rank
         self._session: PumpSession | None = None
         self._caller: Caller | None = None
         self._pulse = Pulse(self._exchange)
@@ -176,7 +174,7 @@ class NearPump:
                 caller.send(Beat(epoch=session.epoch, sequence=self._pulse.sequence))
         except TandemKVError as error:
             session.end(str(error))
-        if self._pulse.is_silent():
+        if self._pulse.is_over():
             session.end(f"no heartbeat from {self._address}")
         if has_hung_up(session.connection):
             session.end("the inference rank is gone")
@@ -278,7 +276,7 @@ class NearPump:
         extra = weights_for(tensors, HeadShard() if self._homes.are_on_gpu else shard)
         token = os.urandom(TOKEN_BYTES)
         limit_s = self._exchange.transfer_timeout_s
-        interface = self._interface or caller.address.own_host()
+        interface = caller.address.own_host()
         point = MeetingPoint(
             interface, INFERENCE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
         )

@@ -6,7 +6,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+
+import torch
 
 from .plan import Message
 
@@ -14,13 +15,6 @@ _MOST_QUEUED, _BATCHES, _POLL_S = 512, 8, 100e-6
 _PER_MESSAGE, _PER_PART = 5, 4
 """Calls that a lane queues, about: a message's stamp, what NCCL's stream waits for and the lane
 behind that; what a part is read and written with."""
-
-
-class Event(Protocol):
-    """What `torch.cuda.Event` has."""
-
-    def query(self) -> bool:
-        """Whether all that was queued before it is done."""
 
 
 def calls_of(message: Message) -> int:
@@ -35,27 +29,25 @@ class QueueDepth:
     A stream takes about a thousand calls. A thread that queues more waits in CUDA, and meanwhile
     no other thread of the process can queue anything, not even what the stream waits for.
 
-    Parameters
-    ----------
-    record : Callable
-        Return an event of what the stream has now. Asked for once in `most` / 8 calls.
-    is_over : Callable
-        Whether to wait no longer.
-    most : int
-        Calls.
+    `record` returns an event of what the stream has now, None if that is done, and is asked once in
+    an eighth of `most` calls; `is_over` tells whether to wait no longer.
     """
 
     def __init__(
-        self, record: Callable[[], Event], is_over: Callable[[], bool], most: int = _MOST_QUEUED
+        self,
+        record: Callable[[], torch.cuda.Event | None],
+        is_over: Callable[[], bool],
+        most: int = _MOST_QUEUED,
     ) -> None:
         self._record, self._is_over, self._most = record, is_over, most
-        self._queued: deque[tuple[int, Event]] = deque()
+        self._queued: deque[tuple[int, torch.cuda.Event | None]] = deque()
         self._total = self._latest = 0
 
     def make_room(self, num_calls: int) -> bool:
         """Wait until so many more fit, or no event is ahead of them; False: it is over."""
         while self._queued and self._total + num_calls > self._most:
-            if self._queued[0][1].query():
+            event = self._queued[0][1]
+            if event is None or event.query():
                 self._total -= self._queued.popleft()[0]
             elif self._is_over():
                 return False

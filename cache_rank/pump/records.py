@@ -78,9 +78,10 @@ class Outbox:
 
     def put(self, op: Op, a: int = 0, b: int = 0, content: torch.Tensor | None = None) -> None:
         """Add a record; what it holds is copied. Sends what there is if that has become long."""
-        found = _NOTHING if content is None else _bytes_of(content)
+        content = _NOTHING if content is None else content
+        found = content.cpu().contiguous().view(-1).view(torch.uint8)
         self._heads += (int(op), a, b, len(found))
-        if content is not None and found.data_ptr() == content.data_ptr():
+        if found.data_ptr() == content.data_ptr():
             found = found.clone()
         self._contents.append(found)
         self._nbytes += len(found) + _ALIGN
@@ -119,10 +120,6 @@ def read_records(body: torch.Tensor) -> list[Record]:
         found.append(Record(Op(number), a, b, body[first : first + size]))
         first += _aligned(size)
     return found
-
-
-def _bytes_of(content: torch.Tensor) -> torch.Tensor:
-    return content.cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _aligned(size: int) -> int:

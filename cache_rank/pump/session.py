@@ -12,26 +12,21 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.cache_rank.protocol.heartbeat import Patience
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
 from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
 
 _LOG = logging.getLogger(__name__)
+_POLL_S = 0.2
 
 
-class Pulse:
+class Pulse(Patience):
     """Whether the other host has spoken lately, and when it is to be spoken to."""
 
     def __init__(self, exchange: ExchangeSettings) -> None:
-        self._interval_s = exchange.heartbeat_interval_s
-        self._patience_s = exchange.heartbeat_interval_s * exchange.heartbeat_misses
-        self._heard = self._turn = time.monotonic()
-        self._said = 0.0
-        self.sequence = 0
-
-    def hear(self) -> None:
-        """Note that it has spoken."""
-        self._heard = time.monotonic()
+        self._interval_s, self._said, self.sequence = exchange.heartbeat_interval_s, 0.0, 0
+        super().__init__(exchange.heartbeat_interval_s * exchange.heartbeat_misses)
 
     def is_due(self) -> bool:
         """Whether to speak; counts it."""
@@ -41,13 +36,27 @@ class Pulse:
         self._said, self.sequence = now, self.sequence + 1
         return True
 
-    def is_silent(self) -> bool:
-        """Whether nothing was heard for too long; a pause of our own does not count."""
-        now = time.monotonic()
-        if now - self._turn > self._patience_s / 2:
-            self._heard = max(self._heard, now - self._patience_s / 2)
-        self._turn = now
-        return now - self._heard > self._patience_s
+
+class StepCount:
+    """The latest step that one thread is done with."""
+
+    def __init__(self) -> None:
+        self._latest, self._changed = 0, threading.Condition()
+
+    def note(self, step: int) -> None:
+        """Note that `step`, and all before it, are done."""
+        with self._changed:
+            self._latest = step
+            self._changed.notify_all()
+
+    def await_step(self, step: int, is_over: Callable[[], bool]) -> bool:
+        """Wait until `step` is done; False: `is_over`."""
+        with self._changed:
+            while self._latest - step < 0:
+                if is_over():
+                    return False
+                self._changed.wait(_POLL_S)
+        return True
 
 
 class PumpSession:

@@ -18,14 +18,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.message.nccl_wire import NcclWire
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.kernels.step_flags import raise_flags, wait_flags
 from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
@@ -33,7 +33,7 @@ from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 from .captured_steps import CapturedSteps
 from .contents import Body, Contents
 from .plan import Flag, FlagKind, Message
-from .queue_depth import Event, QueueDepth, calls_of
+from .queue_depth import QueueDepth, calls_of
 from .records import Record
 from .side import Side
 
@@ -77,26 +77,6 @@ def _room(device: torch.device, contents: Contents) -> torch.Tensor:
     return room
 
 
-class _Done:
-    """The event of a CPU, which has no queue."""
-
-    def query(self) -> bool:
-        return True
-
-
-class Wire(Protocol):
-    """Carries messages in one direction, in order, as work of the current stream."""
-
-    def send(self, body: torch.Tensor) -> None:
-        """Send ``body [n]`` uint8."""
-
-    def receive(self, out: torch.Tensor) -> None:
-        """Receive ``out [n]`` uint8, of exactly the bytes that are sent."""
-
-    def held(self) -> AbstractContextManager[None]:
-        """Return what keeps it from being freed while transfers are queued; raises if it broke."""
-
-
 class StreamLane(ABC):
     """A stream with the number of its step, and the word that tells whether it is lost.
 
@@ -108,7 +88,7 @@ class StreamLane(ABC):
         self,
         side: Side,
         contents: Contents,
-        wire: Wire,
+        wire: NcclWire,
         *,
         timeout_s: float,
         number: int,
@@ -172,9 +152,9 @@ class StreamLane(ABC):
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             yield
 
-    def _record(self) -> Event:
+    def _record(self) -> torch.cuda.Event | None:
         if self._stream is None:
-            return _Done()
+            return None
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -267,17 +247,17 @@ class StreamLane(ABC):
 
 
 class StreamSendLane(StreamLane):
-    """See `SendLane`; nobody on the host learns what is lost."""
+    """See `HostSendLane`; nobody on the host learns what is lost."""
 
     is_lost = False
 
     def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """See `SendLane.begin`: all are queued, unless the epoch ends before."""
+        """See `HostSendLane.begin`: all are queued, unless the epoch ends before."""
         self._queue(entry, messages)
         return ()
 
     def send(self, message: Message) -> None:
-        """See `SendLane.send`: `begin` has sent them."""
+        """See `HostSendLane.send`: `begin` has sent them."""
         raise ProtocolError(f"{message} came beside its step")
 
     def _move(self, message: Message) -> None:
@@ -304,12 +284,12 @@ class StreamSendLane(StreamLane):
 
 
 class StreamReceiveLane(StreamLane):
-    """See `ReceiveLane`."""
+    """See `HostReceiveLane`."""
 
     is_queued = is_done = True
 
     def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> None:
-        """See `ReceiveLane.begin`: all of `messages` are queued, unless the epoch ends before."""
+        """See `HostReceiveLane.begin`: all are queued, unless the epoch ends before."""
         self._queue(entry, messages)
 
     def _move(self, message: Message) -> None:
@@ -331,5 +311,5 @@ class StreamReceiveLane(StreamLane):
         return f"step {step}: the other pump has waited in vain, see its log" if step else ""
 
     def take(self, record: Record) -> None:
-        """See `ReceiveLane.take`: nothing of a step is a record."""
+        """See `HostReceiveLane.take`: nothing of a step is a record."""
         raise ProtocolError(f"step {record.a} came as a record, between GPUs")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,21 +14,47 @@ from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
-from tandemkv.cache_rank.protocol.step_ring import (
-    RESIDENT,
-    SLOW,
-    EntryKind,
-    StepEntry,
-    StepRow,
-)
+from tandemkv.cache_rank.protocol.step_ring import RESIDENT, SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.kernels.to_device import to_device
 
-from .announcements import AnnouncementDelays
 from .row_versions import RowVersions
-from .signals import EngineSignals, StepAbortedError
+from .signals import HostSignals, StepAbortedError
 from .stream_signals import Lanes, StepGraphs, StreamSignals
 
 _DECODE_KINDS = tuple(DecodeKind)
+_KEPT_DELAYS = 4096
+
+
+class AnnouncementDelays:
+    """From the announcement of decode steps until the engine began the latest of them.
+
+    Noted by one thread, read by any. Both processes read the host's monotonic clock, so their times
+    can be subtracted. On a GPU a step begins when its graph has been launched, on a CPU when its
+    own work starts. When the announcement has been read tells where the time goes.
+    """
+
+    def __init__(self) -> None:
+        self._delays_ns: deque[tuple[int, int]] = deque(maxlen=_KEPT_DELAYS)
+
+    def note(self, entry: StepEntry, *, read_ns: int) -> None:
+        """Note that `entry` begins now; it was read at this time of the clock."""
+        start = entry.announced_ns
+        if start:
+            now = time.monotonic_ns()
+            self._delays_ns.append((read_ns - start, now - start))
+
+    def values(self) -> dict[str, float]:
+        """Return medians and a 99th percentile in us by name; nothing before the first step."""
+        found = self._delays_ns.copy()
+        if not found:
+            return {}
+        last = len(found) - 1
+        read, begun = (sorted(column) for column in zip(*found, strict=True))
+        return {
+            "announcement_read_p50_us": read[last // 2] / 1000,
+            "announcement_p50_us": begun[last // 2] / 1000,
+            "announcement_p99_us": begun[last * 99 // 100] / 1000,
+        }
 
 
 class EntryRunner:
@@ -49,7 +76,7 @@ class EntryRunner:
         self,
         engine: Engine,
         tensors: MappedTensors,
-        signals: EngineSignals,
+        signals: HostSignals | StreamSignals,
         versions: RowVersions | None,
         *,
         epoch: int,

@@ -9,20 +9,20 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 
-from .signals import HostSignals, StepAbortedError
+from .signals import HostSignals, StepAbortedError, WordSignals
 
 _SPINS = 1000
 """Looks before the first sleep: about 2 ms, longer than a layer takes on a GPU."""
 _PAUSE_S = 50e-6
 
 
-class PolledSignals(HostSignals):
+class PolledSignals(WordSignals, HostSignals):
     """Flags in host memory that kernels of the model's GPU raise and poll over PCIe.
 
     A GPU wakes nobody up, so this thread looks for itself. Its stores reach the GPU in their order
@@ -48,56 +48,34 @@ class PolledSignals(HostSignals):
         self._rows, self._lengths = tensors["step_rows"], tensors["step_lengths"]
 
     def requests_of(self, entry: StepEntry) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `EngineSignals.requests_of`: written by the model's GPU, of graphs with padding."""
+        """See `HostSignals.requests_of`: written by the model's GPU, of graphs with padding."""
         size = len(entry.rows)
         return self._rows[:size].clone(), self._lengths[:size].clone()
 
-    def await_begin(self) -> None:
-        """See `EngineSignals.await_begin`; raises `StepAbortedError`, as the others."""
-        self._poll(self._words.begin)
-
-    def await_input(self, layer: int, size: int = 1) -> None:
-        """See `EngineSignals.await_input`."""
-        self._poll(self._words.input(layer, size))
-
-    def await_query(self, layer: int, size: int) -> None:
-        """See `EngineSignals.await_query`."""
-        self._poll(self._words.query(layer, size))
-
-    def await_end(self) -> None:
-        """See `EngineSignals.await_end`."""
-        self._poll(self._words.end)
-
-    def raise_loaded(self) -> None:
-        """See `EngineSignals.raise_loaded`: the GPU waits for the step's end instead."""
-
     def raise_ready(self, layer: int) -> None:
-        """See `EngineSignals.raise_ready`."""
+        """See `HostSignals.raise_ready`."""
         self._note_progress()
         self._raise(self._words.ready(layer))
 
     def settle(self) -> None:
-        """See `EngineSignals.settle`: the next step of the forward pass waits for this."""
+        """See `HostSignals.settle`: the next step of the forward pass waits for this."""
         self._note_progress()
         self._raise(self._words.finished)
 
     def _raise(self, words: torch.Tensor) -> None:
         words.numpy()[:] = _word(self._step)
 
-    def _poll(self, flags: torch.Tensor) -> None:
+    def _await_words(self, flags: torch.Tensor) -> None:
         words, wanted = flags.numpy(), _word(self._step)
-        if not _is_raised(words, wanted):
-            with self._clock.waiting():  # for the forward pass, however long it takes
-                self._poll_on(words, wanted)
-
-    def _poll_on(self, words: np.ndarray[tuple[int], np.dtype[np.int32]], wanted: np.int32) -> None:
-        for _ in range(_SPINS):
-            if _is_raised(words, wanted):
+        if _is_raised(words, wanted):
+            return
+        with self._clock.waiting():  # for the forward pass, however long it takes
+            if any(_is_raised(words, wanted) for _ in range(_SPINS)):
                 return
-        while not _is_raised(words, wanted):
-            if self._is_over():
-                raise StepAbortedError(f"step {self._step} was given up")
-            time.sleep(_PAUSE_S)
+            while not _is_raised(words, wanted):
+                if self._is_over():
+                    raise StepAbortedError(f"step {self._step} was given up")
+                time.sleep(_PAUSE_S)
 
 
 def _word(step: int) -> np.int32:

@@ -27,15 +27,9 @@ class RowVersions:
     a step whose results were not used has at most two copies after it, and the state before it is
     the third.
 
-    Parameters
-    ----------
-    books : Mapping
-        Name to tensor ``[num_layers, num_rows, ...]``.
-    allocate : Allocate
-        Makes the copies where they outlive the process, or returns those that are there.
-
-    All is done by kernels of fixed shape, which a graph may capture: `name` says beforehand whose
-    rows they are.
+    `books` are tensors ``[num_layers, num_rows, ...]`` by name; `allocate` makes the copies where
+    they outlive the process, or returns those that are there. All is done by kernels of fixed
+    shape, which a graph may capture: `name` says beforehand whose rows they are.
 
     Attributes
     ----------
@@ -65,15 +59,10 @@ class RowVersions:
         self._next[index, 1] = generation
 
     def record(self, rows: torch.Tensor, *, step: torch.Tensor) -> None:
-        """Copy rows as they are before the step that comes next.
+        """Copy ``rows [n]`` int64 as they are before the step that comes next.
 
-        Parameters
-        ----------
-        rows : torch.Tensor
-            ``[n]`` int64, on the device of the books. Each is named once, but row 0, that of
-            padding, of which nothing is ever restored.
-        step : torch.Tensor
-            ``[1]``, integer, on the same device: number of the step that has changed them.
+        Each is named once, but row 0, that of padding, of which nothing is ever restored.
+        ``step [1]`` is the number of the step that has changed them, on the same device.
         """
         side = (self._newest[rows] + 1) % _NUM_COPIES
         self.stamps.index_put_((side, rows), self._none)
@@ -86,11 +75,8 @@ class RowVersions:
     def restore(self, rows: Sequence[int], generations: Sequence[int], *, step: int) -> list[bool]:
         """Bring the books of `rows` to what they were before `step`; waits for the device.
 
-        Returns
-        -------
-        list of bool
-            For which rows that was possible. Copies of later steps, and those of rows for which it
-            was not, are given up.
+        Returns for which rows that was possible. Copies of later steps, and those of rows for which
+        it was not, are given up.
         """
         device = self.stamps.device
         index = torch.tensor(list(rows), dtype=torch.int64, device=device)

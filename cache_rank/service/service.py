@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tandemkv.cache_rank.counters import BusyClock, Counters
 from tandemkv.cache_rank.engine.factory import make_policy
 from tandemkv.cache_rank.engine.key_index import interval_of
 from tandemkv.cache_rank.policies.base import Policy
@@ -44,6 +43,7 @@ from tandemkv.cache_rank.protocol.models.model_spec import (
     part_for,
     read_model_spec,
 )
+from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
@@ -55,20 +55,15 @@ _POLL_S = 0.1
 _CONTROL_EVERY = 32
 """Steps between two looks at the control socket, whose messages can wait."""
 _MAX_REASON = 4096
+_TOTALS = ("protocol_errors_total", "refused_total", "epochs_total")
 
 
 class SharedEngineService:
     """Serves one inference rank at a time, in memory that it makes.
 
     An inference rank may have `max_rows` request rows; cache rank `rank` may have a part of its KV
-    heads.
-
-    Raises
-    ------
-    CacheRankError
-        If another live process serves this run directory.
-    UnsupportedModelError, PolicyError
-        If the model or the policy cannot be served.
+    heads. Raises `CacheRankError` if another live process serves this run directory,
+    `UnsupportedModelError` or `PolicyError` if the model or the policy cannot be served.
     """
 
     def __init__(
@@ -78,17 +73,14 @@ class SharedEngineService:
         model_dir: Path,
         settings: RankSettings,
         max_rows: int,
-        counters: Counters,
         homes: Homes,
         rank: int = 0,
     ) -> None:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
-        self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
+        self._max_rows, self._clock = max_rows, BusyClock()
+        self._totals = dict.fromkeys(_TOTALS, 0.0)  # one value is written at once
         whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
-        placement = settings.placement
-        self._model, self._shard = part_for(
-            whole, tp_size=placement.tp_size, head_shards=placement.head_shards, rank=rank
-        )
+        self._model, self._shard = part_for(whole, settings.placement, rank)
         self._homes, self._gpus = homes, gpu_uuids(homes)
         self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None
@@ -110,7 +102,12 @@ class SharedEngineService:
 
     def run(self, stop: threading.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Do steps and answer until `stop` is set, then close everything."""
-        threading.Thread(target=self._abort_on, args=(stop,), name="stop", daemon=True).start()
+
+        def abort_once_it_stops() -> None:
+            stop.wait()
+            self._abort()
+
+        threading.Thread(target=abort_once_it_stops, name="stop", daemon=True).start()
         try:
             if on_ready is not None:
                 on_ready()
@@ -131,7 +128,7 @@ class SharedEngineService:
                     if not session.run_next(_POLL_S):
                         break
             except Exception:
-                self._counters.protocol_errors_total += 1
+                self._totals["protocol_errors_total"] += 1
                 logger.exception("a step of epoch %d failed", session.number)
                 self._end_epoch("an error of our own, see above")
             if session.is_over:
@@ -144,7 +141,7 @@ class SharedEngineService:
     def status(self) -> StatusReply:
         """Return counters and gauges. Safe from any thread."""
         session, selection = self._session, self._settings.selection
-        values = self._counters.values()
+        values = self._totals.copy()
         values["malformed_frames_total"] = float(self._control.malformed)
         values["busy_s"] = self._clock.busy_s()
         values["stalled_s"] = self._clock.progress.stalled_s()
@@ -154,9 +151,9 @@ class SharedEngineService:
             values |= session.engine.last_counters()
             values["steps_total"] = float(session.num_steps)
             values["index_bytes"] = float(session.engine.nbytes)
-            restored, reseeded = session.resumed_rows
-            values |= {"restored_rows": float(restored), "reseeded_rows": float(reseeded)}
-            values |= session.delays.values()
+            values["restored_rows"] = float(session.runner.num_restored)
+            values["reseeded_rows"] = float(session.runner.num_reseeded)
+            values |= session.runner.delays.values()
         return StatusReply(
             role="cache_rank",
             epoch=session.number if session is not None else 0,
@@ -181,7 +178,7 @@ class SharedEngineService:
                 if self._session is not None and message.epoch == self._session.number:
                     self._end_epoch("goodbye")
             case _:
-                self._counters.protocol_errors_total += 1
+                self._totals["protocol_errors_total"] += 1
                 logger.warning("ignored %s from an inference rank", type(message).__name__)
 
     def _open_epoch(self, peer: bytes, hello: Hello) -> None:
@@ -226,11 +223,11 @@ class SharedEngineService:
         try:
             self._session = self._accept(epoch, model, sizes)
         except Exception as error:  # the inference rank was told
-            self._counters.protocol_errors_total += 1
+            self._totals["protocol_errors_total"] += 1
             self._heartbeat.forget()
             logger.warning("epoch %d does not open: %s", epoch, error, exc_info=True)
             return
-        self._counters.epochs_total += 1
+        self._totals["epochs_total"] += 1
         logger.info("epoch %d: %s, %d rows", epoch, model.dtype, hello.max_rows)
 
     def _welcome(self, epoch: int, policy: Policy, sizes: RegionSizes) -> Welcome:
@@ -281,7 +278,7 @@ class SharedEngineService:
         return capacity // page_size * page_size + page_size
 
     def _refuse(self, peer: bytes, refused: Refused) -> None:
-        self._counters.refused_total += 1
+        self._totals["refused_total"] += 1
         logger.warning("refused: field=%s %s", refused.field, refused.message)
         self._control.send(peer, refused)
 
@@ -291,7 +288,6 @@ class SharedEngineService:
             token=self._run_dir.token,
             model=model,
             settings=self._settings,
-            page_size=hello.page_size,
             gpus=self._gpus,
         )
         if refused is None and hello.max_rows > self._max_rows:
@@ -301,10 +297,6 @@ class SharedEngineService:
                 f"{self._max_rows}; give both ranks the same --max-running-requests",
             )
         return refused
-
-    def _abort_on(self, stop: threading.Event) -> None:
-        stop.wait()
-        self._abort()
 
     def _abort(self) -> None:
         session = self._session
@@ -321,7 +313,7 @@ class SharedEngineService:
 
 def _told(session: SharedSession) -> str:
     """Return how soon decode steps began, for the log; nothing if there was none."""
-    found = session.delays.values()
+    found = session.runner.delays.values()
     if not found:
         return ""
     return (

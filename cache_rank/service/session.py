@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.engine.factory import create
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import Engine, PredictQuery, measure_selection
@@ -31,12 +30,12 @@ from tandemkv.cache_rank.protocol.memory.shared_region import (
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.models.predictor_weights import MappedPredictor
+from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepRing
 from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 
-from .announcements import AnnouncementDelays
 from .entry_runner import EntryRunner
 from .polled_signals import PolledSignals
 from .row_versions import RowVersions
@@ -99,11 +98,12 @@ class SharedSession:
             predict_query=predict,
             model_dir=model_dir,
         )
+        first = next(iter(self.engine.program.selecting), 0)
         self._over = threading.Event()
         self._on_gpu: StreamSignals | None = None
         flags = StepFlags(tensors["flags"])
         self._ring = StepRing(tensors["ring"], flags)
-        self._runner = EntryRunner(
+        self.runner = EntryRunner(
             self.engine,
             tensors,
             self._make_signals(flags, settings.exchange.transfer_timeout_s, sizes.shard.index),
@@ -114,7 +114,7 @@ class SharedSession:
             is_gone=self._over.is_set,
             host=flags,
             warm_up=lambda: _load_kernels(
-                model, settings, sizes, predict, tensors.homes.here, model_dir
+                model, settings, sizes, predict, first, tensors.homes.here, model_dir
             ),
         )
         self._stream = shared_stream(tensors.homes.here, FORWARD_PRIORITY)
@@ -154,16 +154,6 @@ class SharedSession:
         return RowVersions(books, self.made.allocate)
 
     @property
-    def resumed_rows(self) -> tuple[int, int]:
-        """Rows whose resident sets were taken up, and rows that were seeded anew."""
-        return self._runner.num_restored, self._runner.num_reseeded
-
-    @property
-    def delays(self) -> AnnouncementDelays:
-        """From the announcement of decode steps until the engine began them."""
-        return self._runner.delays
-
-    @property
     def is_over(self) -> bool:
         """Whether the inference rank is gone, or `abort` was called."""
         return self._over.is_set()
@@ -189,7 +179,7 @@ class SharedSession:
         ):
             reach("cache_rank.step")
             try:
-                self._runner.run(entry)
+                self.runner.run(entry)
             except StepAbortedError:
                 return False
         self.num_steps += entry.kind in (EntryKind.EXTEND, EntryKind.DECODE)
@@ -232,6 +222,7 @@ def _load_kernels(
     settings: RankSettings,
     sizes: RegionSizes,
     predict: PredictQuery,
+    layer: int,
     device: torch.device,
     model_dir: Path,
 ) -> None:
@@ -245,9 +236,6 @@ def _load_kernels(
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return k, v
 
-    exact = {*settings.selection.exact_layer_ids, *model.other_layers}
-    layers = (x for x in range(model.num_layers) if x not in exact)
-    layer = next(layers, 0)
     measure_selection(
         model=model,
         settings=settings,

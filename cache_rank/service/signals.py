@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.errors import CacheRankError
 from tandemkv.cache_rank.protocol.fault_points import reach
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 
@@ -23,69 +23,15 @@ class StepAbortedError(CacheRankError):
     """The inference rank gave the step up, or is gone."""
 
 
-class EngineSignals(Protocol):
-    """The engine's side of a step's flags. Used by the thread that runs the steps.
-
-    On a CPU a wait holds the thread up; on a GPU it holds up what is queued next.
-    """
-
-    def begin(self, step: int) -> None:
-        """Let what follows be about `step`."""
-
-    def requests_of(self, entry: StepEntry) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows and lengths ``[B]`` of a decode step, on the engine's device.
-
-        They are those of the step between `await_begin` and `settle`; a graph that reads them finds
-        those of the step that it is replayed for.
-        """
-
-    @property
-    def step(self) -> torch.Tensor:
-        """``[1]`` integer on the engine's device: the present step, for a graph likewise."""
-
-    def await_begin(self) -> None:
-        """Wait until request table, rows and lengths of the step are complete."""
-
-    def await_input(self, layer: int, size: int = 1) -> None:
-        """Wait for the stream of `size` requests (decode), or for K/V (prefill), of `layer`."""
-
-    def await_query(self, layer: int, size: int) -> None:
-        """Wait for the query of `size` requests in `layer`."""
-
-    def await_end(self) -> None:
-        """Wait until all tokens of the step are stored."""
-
-    def raise_loaded(self) -> None:
-        """Tell that the request table of the step has been read."""
-
-    def raise_ready(self, layer: int) -> None:
-        """Tell that the resident set of `layer` may be attended to, in this step or the next."""
-
-    def put_output(self, layer: int, output: torch.Tensor) -> None:
-        """Hand over the output ``[B, Hq, D]`` of a layer that attends here, and tell of it."""
-
-    def settle(self) -> None:
-        """Tell the forward pass that nothing it shares is read or written for the step any more."""
-
-    def finish(self) -> None:
-        """Tell that all work of the step has ended, and can be done again from its copies."""
-
-
 class HostSignals:
-    """Flags in host memory: both processes compute on CPUs.
+    """The engine's side of a step's flags in host memory: both processes compute on CPUs.
 
-    Parameters
-    ----------
-    flags : StepFlags
-        Of the epoch.
-    num_layers : int
-        Of the model.
-    is_gone : Callable
-        Whether the inference rank is gone.
-    clock : BusyClock
-        Told when the engine waits for the forward pass.
-    remote_outputs : torch.Tensor, optional
-        ``[max_batch, Hq, D]``, where outputs of exact layers go.
+    Used by the thread that runs the steps, which waits; where a GPU waits (`StreamSignals`), it
+    holds up what is queued next.
+
+    `is_gone` tells whether the inference rank is; `clock` is told when the engine waits for the
+    forward pass, and a wait raises `StepAbortedError`. Outputs of exact layers go to
+    ``remote_outputs [max_batch, Hq, D]``, if there are any.
     """
 
     def __init__(
@@ -103,57 +49,61 @@ class HostSignals:
         self._step = self._progress = 0
 
     def begin(self, step: int) -> None:
-        """See `EngineSignals.begin`."""
+        """Let what follows be about `step`."""
         self._step = step
 
     def requests_of(self, entry: StepEntry) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `EngineSignals.requests_of`."""
+        """Return rows and lengths ``[B]`` of a decode step, on the engine's device.
+
+        They are those of the step between `await_begin` and `settle`; a graph that reads them finds
+        those of the step that it is replayed for.
+        """
         rows = torch.tensor([row.row for row in entry.rows])
         return rows, torch.tensor([row.length for row in entry.rows])
 
     @property
     def step(self) -> torch.Tensor:
-        """See `EngineSignals.step`."""
+        """``[1]`` integer on the engine's device: the present step, for a graph likewise."""
         return torch.tensor([self._step])
 
     def await_begin(self) -> None:
-        """See `EngineSignals.await_begin`: it was announced behind that."""
+        """Wait until request table, rows and lengths are complete: here it is announced then."""
 
     def await_input(self, layer: int, size: int = 1) -> None:
-        """See `EngineSignals.await_input`; raises `StepAbortedError`."""
+        """Wait for the stream of `size` requests (decode), or for K/V (prefill), of `layer`."""
         del size
         self._wait(self._at.input(layer))
 
     def await_query(self, layer: int, size: int) -> None:
-        """See `EngineSignals.await_query`; raises `StepAbortedError`."""
+        """Wait for the query of `size` requests in `layer`."""
         del size
         self._wait(self._at.query(layer))
 
     def await_end(self) -> None:
-        """See `EngineSignals.await_end`; raises `StepAbortedError`."""
+        """Wait until all tokens of the step are stored."""
         self._wait(self._at.input(self._at.end))
 
     def raise_loaded(self) -> None:
-        """See `EngineSignals.raise_loaded`."""
+        """Tell that the request table of the step has been read."""
         self._flags.raise_to(self._at.LOADED, self._step)
 
     def raise_ready(self, layer: int) -> None:
-        """See `EngineSignals.raise_ready`."""
+        """Tell that the resident set of `layer` may be attended to, in this step or the next."""
         reach("cache_rank.layer")
         self._note_progress()
         self._flags.raise_to(self._at.ready(layer), self._step)
 
     def put_output(self, layer: int, output: torch.Tensor) -> None:
-        """See `EngineSignals.put_output`."""
+        """Hand over the output ``[B, Hq, D]`` of a layer that attends here, and tell of it."""
         assert self._outputs is not None
         self._outputs[: len(output)].copy_(output)
         self.raise_ready(layer)
 
     def settle(self) -> None:
-        """See `EngineSignals.settle`: the forward pass waits for the step's end."""
+        """Tell that nothing shared is read or written for the step any more; here `finish` does."""
 
     def finish(self) -> None:
-        """See `EngineSignals.finish`."""
+        """Tell that all work of the step has ended, and can be done again from its copies."""
         self._flags.raise_to(self._at.FINISHED, self._step)
 
     def _note_progress(self) -> None:
@@ -170,3 +120,31 @@ class HostSignals:
 
     def _is_over(self) -> bool:
         return self._flags.value(self._at.ABORTED) - self._step >= 0 or self._is_gone()
+
+
+class WordSignals:
+    """What waits for flags that the model's GPU raises: words in GPU memory, or in the host's."""
+
+    _words: GpuFlags
+
+    def await_begin(self) -> None:
+        """See `HostSignals.await_begin`."""
+        self._await_words(self._words.begin)
+
+    def await_input(self, layer: int, size: int = 1) -> None:
+        """See `HostSignals.await_input`."""
+        self._await_words(self._words.input(layer, size))
+
+    def await_query(self, layer: int, size: int) -> None:
+        """See `HostSignals.await_query`."""
+        self._await_words(self._words.query(layer, size))
+
+    def await_end(self) -> None:
+        """See `HostSignals.await_end`."""
+        self._await_words(self._words.end)
+
+    def raise_loaded(self) -> None:
+        """See `HostSignals.raise_loaded`: the GPU waits for the step's end instead."""
+
+    def _await_words(self, flags: torch.Tensor) -> None:
+        raise NotImplementedError

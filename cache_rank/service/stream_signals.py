@@ -17,8 +17,10 @@ from tandemkv.cache_rank.protocol.step_ring import StepEntry
 from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
 from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
+from .signals import WordSignals
 
-class StreamSignals:
+
+class StreamSignals(WordSignals):
     """Flags in GPU memory; waiting and raising are kernels of the current stream.
 
     `tensors` have those of `gpu_flags.flag_specs` and the staging of a step; of several cache ranks
@@ -37,7 +39,7 @@ class StreamSignals:
         index: int = 0,
     ) -> None:
         device = tensors.homes.here
-        self._flags = GpuFlags(tensors, num_layers, index)
+        self._words = GpuFlags(tensors, num_layers, index)
         self._host, self._at = host, FlagIndex(1)
         self._rows, self._lengths = tensors["step_rows"], tensors["step_lengths"]
         self._outputs = tensors.get("remote_outputs")
@@ -48,61 +50,42 @@ class StreamSignals:
         self._number = self._progress = 0
 
     def begin(self, step: int) -> None:
-        """See `EngineSignals.begin`."""
+        """See `HostSignals.begin`."""
         self._number = step
         self._step.fill_(step)
 
     def requests_of(self, entry: StepEntry) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `EngineSignals.requests_of`: written by the other process's GPU."""
+        """See `HostSignals.requests_of`: written by the other process's GPU."""
         size = len(entry.rows)
         return self._rows[:size], self._lengths[:size]
 
     @property
     def step(self) -> torch.Tensor:
-        """See `EngineSignals.step`."""
+        """See `HostSignals.step`."""
         return self._step
 
-    def await_begin(self) -> None:
-        """See `EngineSignals.await_begin`."""
-        self._wait(self._flags.begin)
-
-    def await_input(self, layer: int, size: int = 1) -> None:
-        """See `EngineSignals.await_input`."""
-        self._wait(self._flags.input(layer, size))
-
-    def await_query(self, layer: int, size: int) -> None:
-        """See `EngineSignals.await_query`."""
-        self._wait(self._flags.query(layer, size))
-
-    def await_end(self) -> None:
-        """See `EngineSignals.await_end`."""
-        self._wait(self._flags.end)
-
-    def raise_loaded(self) -> None:
-        """See `EngineSignals.raise_loaded`: its GPU waits for the step's end instead."""
-
     def raise_ready(self, layer: int) -> None:
-        """See `EngineSignals.raise_ready`."""
+        """See `HostSignals.raise_ready`."""
         # Behind a kernel that copies rows: where these are chained this one is in place by then.
-        raise_flags(self._flags.ready(layer), step=self._step, lost=self._lost, follows=True)
+        raise_flags(self._words.ready(layer), step=self._step, lost=self._lost, follows=True)
 
     def put_output(self, layer: int, output: torch.Tensor) -> None:
-        """See `EngineSignals.put_output`: a flag a row."""
+        """See `HostSignals.put_output`: a flag a row."""
         assert self._outputs is not None
         size, rows = len(output), output.flatten(1)
-        out, flags = self._outputs[:size].flatten(1), self._flags.ready(layer, size)
+        out, flags = self._outputs[:size].flatten(1), self._words.ready(layer, size)
         send_rows(rows, None, out, flags, step=self._step, lost=self._lost)
 
     def settle(self) -> None:
-        """See `EngineSignals.settle`: the next step of the forward pass waits for this.
+        """See `HostSignals.settle`: the next step of the forward pass waits for this.
 
         Copies of books may be made behind it, for no kernel of the forward pass reads or writes
         them, and what a step waits for is behind them in the engine's stream.
         """
-        raise_flags(self._flags.finished, step=self._step, lost=self._lost)
+        raise_flags(self._words.finished, step=self._step, lost=self._lost)
 
     def finish(self) -> None:
-        """See `EngineSignals.finish`; the hosts hear at once that it is queued."""
+        """See `HostSignals.finish`; the hosts hear at once that it is queued."""
         self._progress += 1
         self._host.raise_to(self._at.PROGRESS, self._progress)
 
@@ -135,7 +118,7 @@ class StreamSignals:
         with torch.cuda.device(self._beside.device), torch.cuda.stream(self._beside):
             self._lost.fill_(1)
 
-    def _wait(self, flags: torch.Tensor) -> None:
+    def _await_words(self, flags: torch.Tensor) -> None:
         wait_flags(flags, step=self._step, lost=self._lost, timeout_s=self._timeout_s)
 
 

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 
@@ -22,37 +23,23 @@ from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart
 from .prefix_staging import PrefixStaging
 from .probe import AttentionProbe
-from .resident_attention import FlashInferResident, PagedResident, ResidentAttention
+from .resident_attention import FlashInferResident, PagedResident
 from .resident_home import ResidentHome
 
 
 class ResidentBackend(AttentionBackend):
     """Attention over resident sets that an engine keeps fresh.
 
-    Parameters
-    ----------
-    runner : Any
-        SGLang's model runner.
-    full : AttentionBackend
-        SGLang's own backend: prefill, and layers that attend to everything.
-    link : Link
-        To the engine, which keeps the resident sets.
-    home : ResidentHome
-        Where they lie, and what decode attends to.
-    cache_device : torch.device
-        Where the engine works.
-    is_far : bool
-        Whether exact layers attend there: on another GPU, or what is taken for one.
-    probe : AttentionProbe, optional
-        Measures what decode attends to.
-    staging : PrefixStaging, optional
-        Copies prefixes to the model's GPU, if the pool is on another one.
+    `full` is SGLang's own backend: prefill, and layers that attend to everything. `home` is where
+    the resident sets lie, and what decode attends to. The engine works on `cache_device`; with
+    `is_far`, on another GPU or what is taken for one, exact layers attend there. `staging` copies
+    prefixes to the model's GPU, if the pool is on another one.
     """
 
     def __init__(
         self, runner: Any, full: AttentionBackend, link: Link, home: ResidentHome,
-        *, cache_device: torch.device, is_far: bool, seed_window: int, dense: DenseSteps,
-        num_resident: int, runtime: Any, probe: AttentionProbe | None = None,
+        *, cache_device: torch.device, is_far: bool, selection: SelectionSettings,
+        dense: DenseSteps, runtime: Any, probe: AttentionProbe | None = None,
         staging: PrefixStaging | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -62,12 +49,12 @@ class ResidentBackend(AttentionBackend):
         self._fence = PlanFence(device)
         self._home, self._table = home, home.table
         self._runtime, self._probe, self._staging = runtime, probe, staging
-        self._seed_window, self._num_resident = seed_window, num_resident
+        self._selection = selection
         self._dense, self._lengths = dense, dense.base
         # SGLang's models find both here.
         self.req_to_token_pool = self._pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self._sparse: ResidentAttention = (
+        self._sparse = (
             FlashInferResident(runner, home.table, home.pool, home.samples)
             if device.type == "cuda"
             else PagedResident(home.table, home.pool, home.samples)
@@ -105,7 +92,6 @@ class ResidentBackend(AttentionBackend):
         """Allocate what captured graphs read."""
         if self._needs_full:
             self._full.init_cuda_graph_state(max_bs, max_num_tokens)
-        assert isinstance(self._sparse, FlashInferResident)
         self._sparse.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -381,7 +367,7 @@ class ResidentBackend(AttentionBackend):
         if not len(grown):
             return
         chosen = rows[grown.to(rows.device)].long()
-        tables = req_to_token[chosen, : self._num_resident]
+        tables = req_to_token[chosen, : self._selection.num_resident]
         self.link.seed_identity(chosen, None if self._home.holds_dense else tables)
 
     def _begin_extend(self, forward_batch: Any) -> None:
@@ -402,7 +388,7 @@ class ResidentBackend(AttentionBackend):
             if is_whole and row:
                 self._fills.append((row, table))
             if is_whole and row and length > self._lengths.num_cold:
-                window = (max(start, end - self._seed_window), end)
+                window = (max(start, end - self._selection.seed_window), end)
             requests.append(
                 ExtendRow(row=row, prefix_len=prefix, length=length, table=table, window=window)
             )

@@ -17,10 +17,9 @@ import torch
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.side_stream import SideStream
+from tandemkv.inference_rank.sglang.pool import as_stored
 from tandemkv.kernels.gather import gather_tokens
 from tandemkv.kernels.streams import LOWEST_PRIORITY
-
-from .pool import as_stored
 
 _BUFFERS = 2
 """Layers whose prefixes are held at once: one that is attended to, and the next."""
@@ -37,19 +36,9 @@ class PrefixStaging:
     A pass reads the pool itself, and is counted, if its prefixes do not fit even as one layer's
     alone, or if SGLang attends to new tokens in the pool too (`--enable-deterministic-inference`).
 
-    Parameters
-    ----------
-    full : FlashInferAttnBackend
-        SGLang's backend, which gets this in the place of its pool.
-    pool : MHATokenToKVPool
-        SGLang's pool.
-    num_tokens : int
-        The longest prefix of a request, and what each of the two buffers holds.
-    device : torch.device
-        Of the model; a CPU copies in place.
-    counters : Counters
-        ``copied_prefix_tokens_total``, and ``far_prefix_passes_total`` for passes that read the
-        pool.
+    `full`, SGLang's backend, gets this in the place of its `pool`. Each of the two buffers holds
+    `num_tokens`, the longest prefix of a request. `device` is the model's; a CPU copies in place.
+    Counted are ``copied_prefix_tokens_total``, and ``far_prefix_passes_total``.
     """
 
     def __init__(
@@ -119,10 +108,8 @@ class PrefixStaging:
     def attended(self, layer: int) -> None:
         """Copy a later layer over `layer`, behind its attention, which has been queued.
 
-        Raises
-        ------
-        ContractError
-            If SGLang has attended to another pool, where its slots are none of the prefix.
+        Raises `ContractError` if SGLang has attended to another pool, where its slots are none of
+        the prefix.
         """
         if self._slots is None:
             return

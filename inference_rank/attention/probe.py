@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,20 +36,10 @@ PROBE_EVERY = 8
 class AttentionProbe:
     """Recovered attention mass of sparse requests. Costs time, and waits for the device.
 
-    Parameters
-    ----------
-    path : Path
-        File that lines are appended to.
-    model, settings
-        Of this rank.
-    keys : Sequence[torch.Tensor]
-        Per layer ``[slots, H, D]``: SGLang's pool.
-    resident_positions : Callable
-        ``layer -> [rows, H, R]``, the position in each resident slot; None where the sink is all.
-    log_weight : torch.Tensor, optional
-        ``[L, rows, H, num_samples]``: with how much weight samples count, ``-inf`` for not at all.
-    is_detailed : bool
-        Whether every step is probed, and sets of positions are written too.
+    Lines are appended to `path`. `keys` are those of SGLang's pool, per layer ``[slots, H, D]``.
+    `resident_positions` returns the position in each resident slot of a layer, ``[rows, H, R]``;
+    None where the sink is all. ``log_weight [L, rows, H, num_samples]`` is the weight with which
+    samples count, ``-inf`` for not at all.
     """
 
     def __init__(
@@ -60,50 +51,32 @@ class AttentionProbe:
         keys: Sequence[torch.Tensor],
         resident_positions: Callable[[int], torch.Tensor | None],
         log_weight: torch.Tensor | None,
-        is_detailed: bool = False,
     ) -> None:
         self._path, self._model, self._selection = path, model, settings.selection
         self._keys, self._positions, self._log_weight = keys, resident_positions, log_weight
-        self._is_detailed = is_detailed
-        self._every = 1 if is_detailed else PROBE_EVERY
+        self._is_detailed = os.environ.get(DETAIL_VARIABLE) == "1"
+        self._every = 1 if self._is_detailed else PROBE_EVERY
         self._requests: list[tuple[int, int, int, int, bool]] = []
         self._step = 0
 
-    @staticmethod
-    def asked_for(settings: RankSettings) -> Path | None:
-        """Return where to write, if evaluation is on and a file was asked for."""
-        path = os.environ.get(PROBE_VARIABLE)
-        return Path(path) if path and settings.evaluation else None
-
     @classmethod
     def from_environment(
-        cls,
-        *,
-        model: ModelSpec,
-        settings: RankSettings,
-        keys: Sequence[torch.Tensor],
-        resident_positions: Callable[[int], torch.Tensor | None],
-        log_weight: torch.Tensor | None,
-        has_graphs: bool,
+        cls, *, settings: RankSettings, has_graphs: bool, **given: Any
     ) -> AttentionProbe | None:
-        """Return the probe that was asked for, or None.
+        """Return the probe that was asked for, of the other arguments `given`; or None.
 
         Raises `SettingsError` if decode steps are captured in CUDA graphs, which nobody can look
         into.
         """
-        path = cls.asked_for(settings)
-        if path is None:
+        path = os.environ.get(PROBE_VARIABLE)
+        if not path or not settings.evaluation:
             return None
         if has_graphs:
             raise SettingsError(
                 f"{PROBE_VARIABLE}: decode steps in CUDA graphs cannot be looked into; add -- "
                 "--disable-cuda-graph"
             )
-        return cls(
-            path, model=model, settings=settings, keys=keys,
-            resident_positions=resident_positions, log_weight=log_weight,
-            is_detailed=os.environ.get(DETAIL_VARIABLE) == "1",
-        )  # fmt: skip
+        return cls(Path(path), settings=settings, **given)
 
     def begin_step(
         self, rows: torch.Tensor, lengths: torch.Tensor, generations: torch.Tensor,

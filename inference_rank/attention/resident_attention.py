@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -13,30 +13,22 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.inference_rank.sglang.pool import store_tokens
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 from tandemkv.kernels.step_tables import load_attended, load_ring
 
 from .graph_variants import PlansApart
 from .samples import LOG2_UNIT, StepSamples
-from .sinks import join_sinks
 
 
 class AttendTable:
     """Which slots each request of a decode step attends to.
 
-    `longest` is the longest request that `attend_whole` is asked for.
-
-    Attributes
-    ----------
-    slots : torch.Tensor
-        ``[max_batch, width]`` int32, ``width`` the largest of `num_dense`, ``R + num_recent`` and
-        `longest`; the first `attended` count.
-    attended : torch.Tensor
-        ``[max_batch]`` int64: all tokens of a request of up to `num_dense`, else
-        ``min(length, R + num_recent)``.
-    whole : torch.Tensor or None
-        As of the step that was loaded last; ``[B]`` bool on a CPU, if `attend_whole` was called.
+    ``slots [max_batch, width]`` int32, of which the first ``attended [max_batch]`` int64 count: all
+    tokens of a request of up to `num_dense`, else ``min(length, R + num_recent)``. The width is the
+    largest of both and `longest`, the longest request that `attend_whole` is asked for. `whole` is
+    what that was given for the step that was loaded last, or None.
     """
 
     def __init__(
@@ -101,10 +93,8 @@ class AttendTable:
 class RingTable(AttendTable):
     """The same for resident sets that are tensors of their own, ``[rows, R + ring, H, D]``.
 
-    Attributes
-    ----------
-    rows, write_slots : torch.Tensor
-        ``[max_batch]`` int64: row of each request, and slot of its newest token.
+    ``rows, write_slots [max_batch]`` int64 are the row of each request, and slot of its newest
+    token.
     """
 
     def __init__(self, **sizes: Any) -> None:
@@ -124,23 +114,14 @@ class RingTable(AttendTable):
         )  # fmt: skip
 
 
-class _WithoutWindows:
-    """A model runner as a backend sees it that attends in full layers only.
+class PagedResident:
+    """Attends to what an `AttendTable` lists, without FlashInfer, for devices that have none."""
 
-    In a model with sliding windows FlashInfer's backend would have a second set of wrappers.
-    """
+    def __init__(self, table: AttendTable, pool: Any, samples: StepSamples | None = None) -> None:
+        self._pool, self._table, self._samples = pool, table, samples
 
-    sliding_window_size = None
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-
-class ResidentAttention(Protocol):
-    """Attends to what an `AttendTable` lists."""
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured graphs read."""
 
     def plan(
         self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: DecodeKind
@@ -158,13 +139,40 @@ class ResidentAttention(Protocol):
         ``[B, Hq, D + 1]`` float32 is output and natural log-sum-exp over tokens that are attended
         to elsewhere. `sinks` ``[Hq]`` are those of a model that has them.
         """
+        if save_kv_cache:
+            store_tokens(self._pool, layer, forward_batch, k, v)
+        keys, values = self._pool.get_kv_buffer(layer.layer_id)
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        size = len(query)
+        out, lse = attend_paged(
+            query, keys, values, self._table.slots[:size], self._table.attended[:size],
+            scale=layer.scaling,
+        )  # fmt: skip
+        samples = self._samples if with_samples else None
+        return _merged(out, lse, query, layer, samples, rest, sinks).to(q.dtype)
+
+
+def _merged(
+    out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, layer: Any,
+    samples: StepSamples | None, rest: torch.Tensor | None, sinks: torch.Tensor | None,
+    lse_unit: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    """Return ``[B, Hq * D]``: `out` and what is not in it; see `PagedResident.attend`."""
+    if sinks is not None:
+        out, lse = join_sinks(out, lse, sinks, lse_unit=lse_unit)
+    if samples is not None:
+        samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=lse_unit)
+    if rest is not None:
+        rest = rest.clone()  # beside a GPU it is host memory, and read more than once
+        out, _ = merge_attention(out, lse * lse_unit, rest[..., :-1], rest[..., -1])
+    return out.reshape(len(query), -1)
 
 
 class _StepView(SimpleNamespace):
     """A forward batch as far as planning goes; unlike its parent it can be referred to weakly."""
 
 
-class FlashInferResident:
+class FlashInferResident(PagedResident):
     """FlashInfer's paged decode through SGLang's own backend, which gets our table.
 
     SGLang plans FlashInfer's work from lengths on the host and copies slots from its request
@@ -177,10 +185,11 @@ class FlashInferResident:
     ) -> None:
         from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-        self._table, self._samples, self._pool = table, samples, pool
+        super().__init__(table, pool, samples)
         max_batch = len(table.slots)
         self._backend = FlashInferAttnBackend(
-            _WithoutWindows(runner),
+            # In a model with sliding windows it would have a second set of wrappers.
+            sglang_versions.With(runner, sliding_window_size=None),
             skip_prefill=True,
             kv_indptr_buf=torch.zeros(max_batch + 1, dtype=torch.int32, device=table.slots.device),
             kv_last_page_len_buf=torch.ones(
@@ -217,7 +226,7 @@ class FlashInferResident:
         table.slots[:size, :width] = 0
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what captured graphs read."""
+        """See `PagedResident.init_cuda_graph_state`."""
         table = self._table
         self._backend.init_cuda_graph_state(
             max_bs,
@@ -230,7 +239,7 @@ class FlashInferResident:
     def plan(
         self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: DecodeKind
     ) -> None:
-        """See `ResidentAttention.plan`."""
+        """See `PagedResident.plan`."""
         table, size = self._table, forward_batch.batch_size
         lengths = forward_batch.seq_lens_cpu[:size]
         on_host = table.attended_on_host(lengths, table.num_dense, table.whole)
@@ -265,7 +274,7 @@ class FlashInferResident:
         save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """See `ResidentAttention.attend`."""
+        """See `PagedResident.attend`."""
         samples = self._samples if with_samples else None
         if samples is None and sinks is None and rest is None:
             found: torch.Tensor = self._backend.forward_decode(
@@ -284,49 +293,22 @@ class FlashInferResident:
             logits_soft_cap=layer.logit_cap, k_scale=layer.k_scale_float,
             v_scale=layer.v_scale_float,
         )  # fmt: skip
-        if sinks is not None:
-            out, lse = join_sinks(out, lse, sinks, lse_unit=LOG2_UNIT)
-        if samples is not None:
-            samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=LOG2_UNIT)
-        if rest is not None:
-            rest = rest.clone()  # it is host memory, and read more than once
-            out, _ = merge_attention(out, lse * LOG2_UNIT, rest[..., :-1], rest[..., -1])
-        return out.reshape(len(query), -1)
+        return _merged(out, lse, query, layer, samples, rest, sinks, LOG2_UNIT)
 
 
-class PagedResident:
-    """The same without FlashInfer, for devices that have none."""
+def join_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, *, lse_unit: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention over tokens and sinks, contiguous, and its log-sum-exp.
 
-    def __init__(self, table: AttendTable, pool: Any, samples: StepSamples | None = None) -> None:
-        self._pool, self._table, self._samples = pool, table, samples
+    A sink is a learned logit per query head that takes a share of its softmax, as a token without a
+    value. Whatever is merged afterwards is merged as if the sink had been attended to.
 
-    def plan(
-        self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: DecodeKind
-    ) -> None:
-        """Nothing to plan."""
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
-        save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """See `ResidentAttention.attend`."""
-        if save_kv_cache:
-            shape = (-1, layer.tp_k_head_num, layer.head_dim)
-            self._pool.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k.view(shape), v.view(shape)
-            )
-        keys, values = self._pool.get_kv_buffer(layer.layer_id)
-        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        size = len(query)
-        out, lse = attend_paged(
-            query, keys, values, self._table.slots[:size], self._table.attended[:size],
-            scale=layer.scaling,
-        )  # fmt: skip
-        if sinks is not None:
-            out, lse = join_sinks(out, lse, sinks)
-        if self._samples is not None and with_samples:
-            self._samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=1.0)
-        if rest is not None:
-            out, _ = merge_attention(out, lse, rest[..., :-1], rest[..., -1])
-        return out.to(q.dtype).view(size, -1)
+    Over the tokens alone they are `out` ``[B, Hq, D]``, float, and `lse` ``[B, Hq]``, float32; the
+    results are of their dtypes. `lse` times `lse_unit` is a natural logarithm: ``ln 2`` for
+    FlashInfer's. `sinks` ``[Hq]``, float, are the logits of each head, natural and not scaled.
+    """
+    natural = lse.float() * lse_unit
+    joined = torch.logaddexp(natural, sinks.float().expand_as(natural))
+    share = torch.sigmoid(natural - sinks.float())[..., None]
+    return (out.float() * share).to(out.dtype), joined / lse_unit

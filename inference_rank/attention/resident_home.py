@@ -4,64 +4,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.append import append_tokens
 from tandemkv.kernels.slot_rules import latest_slots
 from tandemkv.kernels.step_flags import StepWait
 
 from .resident_attention import AttendTable, RingTable
-from .resident_set import ResidentSet
 from .samples import OwnSamples, StepSamples
 
 
-class ResidentHome(Protocol):
-    """Resident sets of all rows, as the attention of a decode step needs them."""
+class ResidentHome:
+    """Resident sets of all rows, as the attention of a decode step needs them.
 
-    @property
-    def table(self) -> AttendTable:
-        """Which slots a step attends to."""
+    These lie behind the tokens in SGLang's pool: nothing has to be copied for dense requests.
 
-    @property
-    def pool(self) -> Any:
-        """SGLang's pool interface on them: ``get_kv_buffer``, ``set_kv_buffer``."""
-
-    @property
-    def sets(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer K and V ``[rows, slots, H, D]``; the first R slots are the cache rank's."""
-
-    @property
-    def samples(self) -> StepSamples | None:
-        """What stands for the rest, if the settings ask for it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of sets and samples that are nobody else's."""
-
-    @property
-    def holds_dense(self) -> bool:
-        """Whether tokens of requests that need no selection are copied here too."""
-
-    def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
-        """Take over the tokens of a finished prompt, at `slots` ``[length]`` of the pool."""
-
-    def await_in_write(self, awaited: StepWait) -> None:
-        """Let what follows the next write of a step's tokens wait; see `append_tokens`."""
-
-    def begin_step(self) -> None:
-        """Forget what a step that failed has left to be waited for."""
-
-    def end_step(self) -> None:
-        """Raise `ContractError` if a write was left out that something waits in."""
-
-
-class PoolTail:
-    """Behind the tokens in SGLang's pool: nothing has to be copied for dense requests."""
+    `pool` has SGLang's interface on them: ``get_kv_buffer``, ``set_kv_buffer``. `table` is which
+    slots a step attends to. `sets` are K and V of each layer, ``[rows, slots, H, D]``; the first R
+    slots are the cache rank's. `samples` stand for the rest, if the settings ask for it.
+    """
 
     holds_dense = False
+    """Whether tokens of requests that need no selection are copied here too."""
 
     def __init__(
         self,
@@ -70,67 +40,81 @@ class PoolTail:
         sets: Sequence[tuple[torch.Tensor, torch.Tensor]],
         samples: StepSamples | None = None,
     ) -> None:
-        self.pool, self.table, self.sets = pool, table, sets
-        self.samples: StepSamples | None = samples
+        self.pool, self.table, self.sets, self.samples = pool, table, sets, samples
 
     @property
     def nbytes(self) -> int:
-        """See `ResidentHome`."""
-        weights = 0 if self.samples is None else self.samples.log_weight.nbytes
-        return sum(k.nbytes + v.nbytes for k, v in self.sets) + weights
+        """Bytes of sets and samples that are nobody else's."""
+        samples = 0 if self.samples is None else self.samples.nbytes
+        return sum(k.nbytes + v.nbytes for k, v in self.sets) + samples
 
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
-        """Nothing to copy."""
+        """Take over the tokens of a finished prompt, at `slots` ``[length]`` of the pool."""
 
     def await_in_write(self, awaited: StepWait) -> None:
-        """See `ResidentHome.await_in_write`: SGLang writes, so here that is a launch of its own."""
+        """Let what follows the next write of a step's tokens wait; see `append_tokens`.
+
+        Here SGLang writes, so that is a launch of its own.
+        """
         awaited.now()
 
     def begin_step(self) -> None:
-        """Nothing is left."""
+        """Forget what a step that failed has left to be waited for."""
 
     def end_step(self) -> None:
-        """Nothing is left."""
+        """Raise `ContractError` if a write was left out that something waits in."""
 
 
-class OwnSet:
+class OwnSet(ResidentHome):
     """Tensors of their own, because the pool is another GPU's memory.
 
-    Whatever decode attends to is copied here: the latest tokens in a ring, and requests that
-    fit, as a whole. Slots are those of `ResidentSet`. It has SGLang's pool interface itself: reads
-    are of the resident sets, writes go to pool and ring. With `keeps_sink` the first R tokens of
-    every request are its resident ones, and no engine writes them.
+    Whatever decode attends to is copied here. Per layer and row there are ``R`` resident slots and
+    a ring of ``num_recent_tokens``. While a request has at most ``R + ring`` tokens it is *dense*:
+    token i sits in slot i, later ones in ring slot ``R + (i - R) mod ring``. Beyond that it is
+    *sparse*: the ring holds the latest tokens, and the cache rank decides which token each KV head
+    keeps in each resident slot. Keys carry RoPE already, so the order of slots is irrelevant to
+    attention. With `keeps_sink` the first R tokens of every request are its resident ones, and no
+    engine writes them.
+
+    It has SGLang's pool interface itself: reads are of the resident sets, writes go to pool and
+    ring. `allocate` makes its tensors, ``resident_*`` and ``sample_*``, of ``max_batch + 1`` rows
+    of the table; row 0 is padding.
     """
 
     holds_dense = True
 
     def __init__(
-        self, pool: Any, table: RingTable, resident: ResidentSet, samples: OwnSamples | None = None,
-        *, keeps_sink: bool = False,
+        self, pool: Any, table: RingTable, model: ModelSpec, selection: SelectionSettings,
+        allocate: Allocate, *, keeps_sink: bool = False,
     ) -> None:  # fmt: skip
-        self._far, self._resident, self._samples = pool, resident, samples
-        self._num_sink = resident.num_resident if keeps_sink else 0
-        self.table: RingTable = table
-        self.samples: StepSamples | None = samples
-        self.sets = list(zip(resident.k, resident.v, strict=True))
-        self._buffers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.sets]
+        self._far, self._table = pool, table
         self._awaited: StepWait | None = None
+        self._num_resident, self._ring = selection.num_resident, selection.num_recent_tokens
+        self._dense_while_fits = selection.keeps_dense_while_fits
+        self._num_sink = self._num_resident if keeps_sink else 0
+        max_batch, num_slots = len(table.slots), self._num_resident + self._ring
+        shape = (model.num_layers, max_batch + 1, num_slots, model.num_kv_heads, model.head_dim)
+        dtype = getattr(torch, model.stored_dtype)
+        # Zeros, not empty: masked slots still enter the weighted sum, as 0 * value.
+        k = allocate("resident_k", shape, dtype)
+        v = allocate("resident_v", shape, dtype)
+        self._samples: OwnSamples | None = None
+        if selection.num_samples:
+            self._samples = OwnSamples(
+                model, selection, max_batch, allocate, num_dense=table.num_dense
+            )
+        super().__init__(self, table, list(zip(k, v, strict=True)), self._samples)
+        self._buffers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.sets]
 
-    @property
-    def pool(self) -> OwnSet:
-        """See `ResidentHome`."""
-        return self
-
-    @property
-    def nbytes(self) -> int:
-        """See `ResidentHome`."""
-        return self._resident.nbytes
+    def is_dense(self, length: int) -> bool:
+        """Whether a request of `length` tokens is wholly resident without any selection."""
+        return self._dense_while_fits and length <= self._num_resident + self._ring
 
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """See `ResidentHome.fill`: a dense prompt, or sink and latest tokens of a sparse one."""
-        resident, length = self._resident, len(slots)
-        is_dense = resident.is_dense(length)
-        start = 0 if is_dense else max(0, length - resident.ring)
+        length = len(slots)
+        is_dense = self.is_dense(length)
+        start = 0 if is_dense else max(0, length - self._ring)
         positions, stored = torch.arange(start, length, device=slots.device), slots[start:]
         is_whole = torch.full_like(positions, is_dense, dtype=torch.bool)
         num_sink = min(self._num_sink, start)
@@ -139,7 +123,7 @@ class OwnSet:
             positions, stored = torch.cat((sink, positions)), torch.cat((slots[:num_sink], stored))
             is_whole = torch.cat((torch.ones_like(sink, dtype=torch.bool), is_whole))
         targets = latest_slots(
-            positions, is_whole, num_resident=resident.num_resident, num_recent=resident.ring
+            positions, is_whole, num_resident=self._num_resident, num_recent=self._ring
         )
         index, far = stored.long(), self._far.get_kv_buffer(layer)
         for own, theirs in zip(self.sets[layer], far, strict=True):
@@ -176,7 +160,7 @@ class OwnSet:
         awaited, self._awaited = self._awaited, None
         append_tokens(
             k.view(shape).to(own_k.dtype), v.view(shape).to(own_k.dtype),
-            self.table.rows[:size], self.table.write_slots[:size], own_k, own_v,
+            self._table.rows[:size], self._table.write_slots[:size], own_k, own_v,
             moves=None if self._samples is None else self._samples.moves(index, size),
             awaited=awaited,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.sglang.versions import with_key
 
+from . import logprobs, tokenizing
 from .adapters import adapters_of
 from .keys import Keys
 from .limits import Limits
@@ -28,17 +29,8 @@ def install(
     """Wrap `app`, outside of all middleware that SGLang has added or will.
 
     `app` is not yet started. `execute_warmup_func` takes the server's arguments and sends SGLang's
-    first request, over HTTP.
-
-    Returns
-    -------
-    callable
-        `execute_warmup_func`, with a key that the edge accepts.
-
-    Raises
-    ------
-    SettingsError
-        If a key file or what the launcher handed over cannot be used.
+    first request, over HTTP; it is returned with a key that the edge accepts. Raises
+    `SettingsError` if a key file or what the launcher handed over cannot be used.
     """
     global _is_installed
     settings, rank_settings = edge_settings(), runtime_module.settings_from_environment()
@@ -95,3 +87,27 @@ def _refusal_counter() -> Callable[[int], None]:
         "tandemkv_edge_refused_total", "requests that did not reach SGLang", labelnames=["status"]
     )
     return lambda status: counter.labels(status=str(status)).inc()
+
+
+_OPENAI = "sglang.srt.entrypoints.openai"
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "sglang.srt.utils.auth.decide_request_auth": decide_request_auth,
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts": (
+        tokenizing.tokenize_texts
+    ),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": (
+        logprobs.convert_logprob_style
+    ),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.detokenize_logprob_tokens": (
+        logprobs.detokenize_logprob_tokens
+    ),
+    f"{_OPENAI}.serving_base.OpenAIServingBase.handle_request": tokenizing.handle_request,
+    f"{_OPENAI}.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": (
+        tokenizing.handle_tokenize
+    ),
+    f"{_OPENAI}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request": (
+        tokenizing.handle_tokenize
+    ),
+}
+"""Hooks in SGLang's HTTP process; `inference_rank.sglang.hooks` registers them."""

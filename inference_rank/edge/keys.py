@@ -138,16 +138,10 @@ class Keys:
         if role >= needed:
             return role
         if needed is Role.ADMIN and (role is Role.USER or not self.has_admin):
-            raise RequestRefusedError(
-                403,
-                "this route needs the admin key"
-                + (
-                    ""
-                    if self.has_admin
-                    else ", and the server has none: start it with --admin-key-file"
-                ),
-                code="admin_key_required",
-            )
+            message = "this route needs the admin key"
+            if not self.has_admin:
+                message += ", and the server has none: start it with --admin-key-file"
+            raise RequestRefusedError(403, message, code="admin_key_required")
         raise RequestRefusedError(
             401,
             "no valid key: send the header `Authorization: Bearer KEY`",

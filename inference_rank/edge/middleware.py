@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -103,16 +104,8 @@ class Edge:
         headers: dict[bytes, bytes],
         check: RequestCheck,
     ) -> None:
-        settings = self._limits.settings
         with self.admission.enter() as place:
-            body = await read_body(
-                receive,
-                headers,
-                max_bytes=self._limits.body_bytes,
-                timeout_s=settings.body_timeout_s,
-            )
-            found = parse_json_object(body, max_depth=settings.max_json_depth)
-            del body
+            found = await self._read(receive, headers, self._limits.body_bytes)
             place.grow(check(found, self._limits))
             written = msgspec.json.encode(found)
             del found
@@ -130,13 +123,16 @@ class Edge:
         if "POST" in route.methods and (
             headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         ):
-            settings = self._limits.settings
-            body = await read_body(
-                receive, headers, max_bytes=_NO_BODY, timeout_s=settings.body_timeout_s
-            )
-            found = parse_json_object(body, max_depth=settings.max_json_depth)
-            body = msgspec.json.encode(found)
+            body = msgspec.json.encode(await self._read(receive, headers, _NO_BODY))
         await self._app(with_body(scope, body), replay(body, receive), send)
+
+    async def _read(
+        self, receive: Receive, headers: dict[bytes, bytes], max_bytes: int
+    ) -> dict[str, Any]:
+        settings = self._limits.settings
+        timeout_s = settings.body_timeout_s
+        body = await read_body(receive, headers, max_bytes=max_bytes, timeout_s=timeout_s)
+        return parse_json_object(body, max_depth=settings.max_json_depth)
 
     def _check_origin(self, origin: bytes | None) -> None:
         """Refuse pages of other origins: SGLang lets each call it from a browser."""

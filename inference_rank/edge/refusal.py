@@ -40,21 +40,17 @@ class RequestRefusedError(Exception):
 
     def response(self) -> Response:
         """Return the answer."""
-        body = {
-            "object": "error",
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status, "invalid_request_error"),
-                "param": self.param,
-                "code": self.code,
-            },
-        }
-        return Response(
-            msgspec.json.encode(body),
-            self.status,
-            headers=self.headers,
-            media_type="application/json",
-        )
+        body = error_body(self.status, self.message, self.param, self.code)
+        return Response(body, self.status, headers=self.headers, media_type="application/json")
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | int | None = None
+) -> bytes:
+    """Return the JSON of an error."""
+    kind = _TYPES.get(status, "invalid_request_error")
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return msgspec.json.encode({"object": "error", "error": error})
 
 
 def shown(value: object) -> str:

@@ -31,24 +31,21 @@ class Route:
     """Whether ``--evaluation`` opens it to users."""
 
 
-def _probe() -> Route:
-    return Route(("GET",), Role.ANYONE, is_probe=True)
-
-
 def _post(check: RequestCheck) -> Route:
     return Route(("POST",), Role.USER, check)
 
 
+_PROBE = Route(("GET",), Role.ANYONE, is_probe=True)
 _READ = Route(("GET",), Role.USER)
 _ADMIN_READ, _ADMIN = Route(("GET",), Role.ADMIN), Route(("POST",), Role.ADMIN)
 
 ROUTES: dict[str, Route] = {
     # Probes have no key: launcher, load balancer, kubelet, Prometheus.
-    "/tandemkv/ready": _probe(),
-    "/tandemkv/status": _probe(),
-    "/health": _probe(),
-    "/metrics": _probe(),
-    "/metrics/": _probe(),
+    "/tandemkv/ready": _PROBE,
+    "/tandemkv/status": _PROBE,
+    "/health": _PROBE,
+    "/metrics": _PROBE,
+    "/metrics/": _PROBE,
     "/v1/completions": _post(check_completion),
     "/v1/chat/completions": _post(check_chat),
     "/generate": _post(check_native),

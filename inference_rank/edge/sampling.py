@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from .limits import Limits
-from .schemas import GRAMMAR, json_schema, regex
+from .schemas import grammar_bytes, json_schema, regex
 from .values import (
     Check,
     boolean,
@@ -73,7 +73,7 @@ SAMPLING: dict[str, Check] = {
     "skip_special_tokens": boolean,
     "json_schema": json_schema,
     "regex": regex,
-    "ebnf": string(GRAMMAR),
+    "ebnf": string(grammar_bytes),
 }
 """Under these names in every route. ``stop_regex`` is not there: SGLang matches it, backtracking,
 in its scheduler, where one expression can take for ever."""

@@ -14,20 +14,20 @@ from typing import Any
 from .body import parse_json_object
 from .limits import Limits
 from .refusal import RequestRefusedError
-from .values import Bound, list_of, mapping, string, wrong
+from .values import list_of, mapping, string, wrong
 
 
-def _most_grammar_bytes(limits: Limits) -> int:
+def grammar_bytes(limits: Limits) -> int:
+    """Bound: bytes of a schema, an expression or a grammar."""
     return limits.settings.max_grammar_bytes
 
 
-GRAMMAR: Bound = _most_grammar_bytes
 MOST_GROUPS = 512
 """Opening parentheses of one regular expression: no fewer than its levels, escaped or not."""
 MOST_TOOL_VALUES, _MOST_IN_PAIRS, _MOST_TOOLS = 8192, 256, 256
 _ANY_JSON = "$$ANY$$"  # SGLang's own word
 
-_text, _mapping = string(GRAMMAR), mapping(GRAMMAR)
+_text, _mapping = string(grammar_bytes), mapping(grammar_bytes)
 _mappings = list_of(_mapping, _MOST_TOOLS)
 
 

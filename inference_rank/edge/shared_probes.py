@@ -12,6 +12,8 @@ import asyncio
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Scope
 
+from .body import replay
+
 
 class SharedProbes:
     """Asks the application once for all who wait.
@@ -36,19 +38,15 @@ class SharedProbes:
     async def _ask(self, scope: Scope) -> Response:
         bare = {**scope, "query_string": b"", "headers": [(b"host", b"localhost")], "state": {}}
         messages: list[Message] = []
-        is_asked = False
 
-        async def receive() -> Message:
-            nonlocal is_asked
-            if is_asked:  # nobody leaves as long as it takes
-                await asyncio.Event().wait()
-            is_asked = True
-            return {"type": "http.request", "body": b"", "more_body": False}
+        async def stay() -> Message:  # nobody leaves as long as it takes
+            await asyncio.Event().wait()
+            raise AssertionError
 
         async def send(message: Message) -> None:
             messages.append(message)
 
-        await self._app(bare, receive, send)
+        await self._app(bare, replay(b"", stay), send)
         start, *rest = messages
         response = Response(b"".join(part.get("body", b"") for part in rest), start["status"])
         response.raw_headers = list(start["headers"])

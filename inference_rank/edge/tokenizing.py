@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+from tandemkv.inference_rank.sglang.versions import With
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="tandemkv-tokenizer")
 
@@ -38,57 +39,29 @@ async def handle_request(
 ) -> Any:
     """Check tools, and apply chat templates, which tokenise, in the thread (AROUND hook)."""
 
-    def validate() -> str | None:
-        found: str | None = serving._validate_request(request)
-        return found
+    def prepare() -> tuple[Future[Any], Future[Any]]:
+        fault = _outcome(lambda: serving._validate_request(request))
+        if fault.exception() is not None or fault.result():
+            return fault, fault
+        return fault, _outcome(lambda: serving._convert_to_internal_request(request, raw_request))
 
-    def convert() -> Any:
-        return serving._convert_to_internal_request(request, raw_request)
-
-    def prepare() -> tuple[Outcome, Outcome]:
-        fault = _outcome(validate)
-        is_right = fault.error is None and not fault.value
-        return fault, _outcome(convert) if is_right else fault
-
-    return await original(_Prepared(serving, *await _run(prepare)), request, raw_request)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a call returned or raised."""
-
-    value: Any = None
-    error: Exception | None = None
-
-    def again(self) -> Any:
-        """Return or raise it."""
-        if self.error is not None:
-            raise self.error
-        return self.value
+    fault, converted = await _run(prepare)
+    prepared = With(
+        serving,
+        _validate_request=lambda _request: fault.result(),
+        _convert_to_internal_request=lambda _request, _raw_request: converted.result(),
+    )
+    return await original(prepared, request, raw_request)
 
 
-class _Prepared:
-    """SGLang's serving object, with two calls already made."""
-
-    def __init__(self, serving: Any, fault: Outcome, converted: Outcome) -> None:
-        self._serving = serving
-        self._fault, self._converted = fault, converted
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._serving, name)
-
-    def _validate_request(self, _request: Any) -> Any:
-        return self._fault.again()
-
-    def _convert_to_internal_request(self, _request: Any, _raw_request: Any) -> Any:
-        return self._converted.again()
-
-
-def _outcome(function: Callable[[], Any]) -> Outcome:
+def _outcome(function: Callable[[], Any]) -> Future[Any]:
+    """Return what a call returned or raised."""
+    found: Future[Any] = Future()
     try:
-        return Outcome(function())
+        found.set_result(function())
     except Exception as error:
-        return Outcome(error=error)
+        found.set_exception(error)
+    return found
 
 
 async def _run(function: Callable[[], Any]) -> Any:

@@ -24,11 +24,15 @@ from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     TandemKVError,
 )
-from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
+from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import has_hung_up
-from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, wait_for_hang_up
-from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import (
+    let_hold,
+    offer_tensors,
+    take_held,
+    wait_for_hang_up,
+)
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.memory.shared_region import (
@@ -37,7 +41,7 @@ from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
     specs_by_life,
 )
-from tandemkv.cache_rank.protocol.messages import Goodbye, Welcome
+from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello, Welcome
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
@@ -93,25 +97,11 @@ class SharedConnection:
     other cache ranks of the same inference rank may map as well, and what only this one's process
     maps. `counters` count waits, epochs and losses.
 
-    Attributes
-    ----------
-    lost_reason : str or None
-        Why there is no epoch; None while connected.
-    epoch, step : int
-        Number of the epoch, and of the step announced last; steps are counted over all epochs.
-    confirmed : int
-        Latest step whose results were taken.
-    has_left : bool
-        There is no epoch because this rank left it: its engine lives.
-    program : EngineProgram
-        What the engine does in which layer.
-    shard : HeadShard
-        Whose keys, sets and queries it has.
-    own : MappedTensors
-        As above.
-    end_waits : Callable or None
-        Called when the epoch is lost, by whoever finds it so and before anybody else sees it: lets
-        what waits for the engine on a GPU wait no longer.
+    `lost_reason` is why there is no epoch, None while connected; with `has_left` this rank left it,
+    and its engine lives. Steps are counted over all epochs: `step` was announced last, and
+    `confirmed` is the latest whose results were taken. The engine has the heads of `shard`.
+    `end_waits` is called when the epoch is lost, by whoever finds it so and before anybody else
+    sees it: it lets what waits for the engine on a GPU wait no longer.
     """
 
     program: EngineProgram
@@ -184,14 +174,9 @@ class SharedConnection:
         The cache rank of the epoch before has ended then, or is ended: it maps the same memory.
         Changes nothing of this object, so that any thread may call it while no epoch is open.
 
-        Raises
-        ------
-        HandshakeRefusedError
-            The cache rank was started with other settings, or cannot use the memory.
-        CacheRankLostError
-            There is no cache rank, or it did not answer in time.
-        SettingsError
-            If memory for the epoch is not to be had.
+        Raises `HandshakeRefusedError` if the cache rank was started with other settings or cannot
+        use the memory, `CacheRankLostError` if there is none or it did not answer in time, and
+        `SettingsError` if memory for the epoch is not to be had.
         """
         if self._fence is not None:
             self._fence.close(timeout_s)
@@ -209,10 +194,11 @@ class SharedConnection:
         ours = MappedTensors(self.own.homes)
         control = ControlClient(self._run_dir)
         try:
-            hello = make_hello(
+            hello = Hello(
+                protocol_version=PROTOCOL_VERSION,
                 token=self._run_dir.token,
                 model=self._model,
-                settings=self._settings,
+                settings=self._settings.flat(),
                 max_rows=self._sizes.max_batch,
                 page_size=self._sizes.page_size,
                 gpus=gpu_uuids(self.own.homes),
@@ -353,18 +339,11 @@ class SharedConnection:
         """Bytes of mapped memory of this cache rank's alone, the engine's books included."""
         return self.own.nbytes + self._ours.nbytes + self._theirs.nbytes
 
-    def prepare(self, *, variant: int, size: int) -> None:
+    def ask_to_prepare(self, *, variant: int, size: int) -> None:
         """Let the engine make ready for decode steps of `size` requests, or prompts if 0.
 
-        Waits until it is; compiling may take a minute. Nothing happens once the epoch is lost.
+        `await_prepared` waits until it is; compiling may take a minute.
         """
-        if self.lost_reason is not None:
-            return
-        self.ask_to_prepare(variant=variant, size=size)
-        self.await_prepared()
-
-    def ask_to_prepare(self, *, variant: int, size: int) -> None:
-        """Announce what `prepare` waits for, in a step of its own."""
         self.step += 1
         rows = tuple(StepRow(row=0, generation=0, length=1) for _ in range(size))
         self.announce(StepEntry(kind=EntryKind.PREPARE, step=self.step, variant=variant, rows=rows))

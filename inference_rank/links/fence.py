@@ -21,12 +21,8 @@ class Fence:
     """The other end of a connection, to be ended if it does not end by itself.
 
     A process that was stopped, or hangs, still has the memory mapped, and may go on at any time.
-    `connection` is a Unix socket, open at the other end as long as the process uses the memory.
-
-    Attributes
-    ----------
-    grace_s : float
-        How long a process that was told to let go is waited for, before it is ended.
+    `connection` is a Unix socket, open at the other end as long as the process uses the memory. One
+    that was told to let go is waited for `grace_s`, before it is ended.
     """
 
     def __init__(self, connection: socket.socket) -> None:

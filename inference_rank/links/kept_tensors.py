@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
-from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import let_hold, take_held
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, is_pool, specs_by_life
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
@@ -12,45 +11,26 @@ from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREF
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
-from .connection import KEPT, OWN
+from .connection import KEPT
 
 
-def make_kept_tensors(
-    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes, run_dir: RunDir
-) -> MappedTensors:
-    """Make what survives an epoch and all cache ranks map, where `homes` says.
-
-    What the launcher holds of an earlier inference rank is taken instead; what was stored in it is
-    forgotten. The launcher holds it from then on. Raises `SettingsError` if the memory is not to be
-    had; nothing is left then.
-    """
-    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu).kept
-    is_sparse = settings.placement.has_far_host and not homes.are_on_gpu
-    return _have(wanted, homes, run_dir, KEPT, is_sparse=is_sparse)
-
-
-def make_own_tensors(
-    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes, run_dir: RunDir
-) -> MappedTensors:
-    """Make what survives an epoch of the cache rank with the heads of `sizes`.
-
-    As `make_kept_tensors` does; `homes` are those of its connection, and `run_dir` is its own.
-    """
-    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu).own
-    return _have(wanted, homes, run_dir, OWN)
-
-
-def _have(
-    wanted: tuple[TensorSpec, ...],
-    homes: Homes,
+def make_tensors(
+    group: str, model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes,
     run_dir: RunDir,
-    group: str,
-    *,
-    is_sparse: bool = False,
-) -> MappedTensors:
-    """Take `group` from the launcher, or make it; with `is_sparse` K/V take memory when written."""
+) -> MappedTensors:  # fmt: skip
+    """Make what survives an epoch, where `homes` says: a `group` of `RegionSpecs`.
+
+    `KEPT` is what all cache ranks map, and `OWN` is of the one with the heads of `sizes`, whose
+    `run_dir` and `homes` they are then. What the launcher holds of an earlier inference rank is
+    taken instead; what was stored in it is forgotten. The launcher holds it from then on. Raises
+    `SettingsError` if the memory is not to be had; nothing is left then.
+    """
+    specs = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu)
+    wanted = specs.kept if group == KEPT else specs.own
     if not wanted:
         return MappedTensors(homes)
+    # K/V take memory when they are written.
+    is_sparse = group == KEPT and settings.placement.has_far_host and not homes.are_on_gpu
     holder, token = run_dir.holder_socket, run_dir.token
     kept = take_held(holder, token=token, group=group, homes=homes)
     for spec in kept.specs:

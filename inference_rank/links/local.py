@@ -11,13 +11,15 @@ import torch
 from tandemkv.cache_rank.protocol.engine import Engine
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
-from tandemkv.inference_rank.links.layer_streams import LayerStreams
-from tandemkv.inference_rank.links.look_ahead import LookAhead
-from tandemkv.inference_rank.links.side_stream import SideStream
-from tandemkv.inference_rank.sglang.residual_hooks import install_logits_hook
+from tandemkv.inference_rank.sglang.residual_hooks import (
+    install_logits_hook,
+    install_residual_hooks,
+    put_stream,
+)
 from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow
+from .side_stream import SideStream
 
 
 class LocalLink:
@@ -37,17 +39,12 @@ class LocalLink:
         self._side = SideStream(device, num_layers, engine.num_lanes)
         self._kind, self._is_decode = DecodeKind.DENSE, False
         self._seeds: list[tuple[int, int]] = []
-        self._ahead: LookAhead | None = None
+        self._is_pending = False
+        """Whether something is selected for the next step, and need not be joined yet."""
         if self.program.needs_hidden:
-            streams = LayerStreams(
-                num_layers=num_layers, max_batch=max_batch, dtype=runner.dtype, device=device,
-                width=int(runner.model_config.hidden_size),
-            )  # fmt: skip
-            self._ahead = LookAhead(
-                runner.model, engine, self._side, streams,
-                is_selecting=lambda: self._is_decode and self._kind is DecodeKind.SELECTING,
-                fetch=self._fetch,
-            )  # fmt: skip
+            shape = (num_layers, max_batch, int(runner.model_config.hidden_size))
+            self._streams = torch.zeros(shape, dtype=runner.dtype, device=device)
+            install_residual_hooks(runner.model, self._on_layer_input)
         if self.program.late_layers:
             install_logits_hook(runner.model, self._on_logits)
 
@@ -55,9 +52,7 @@ class LocalLink:
 
     def begin_extend(self, requests: Sequence[ExtendRow]) -> None:
         """See `Link.begin_extend`."""
-        self._is_decode = False
-        if self._ahead is not None:
-            self._ahead.begin_step()
+        self._is_decode = self._is_pending = False
         tables = [request.table for request in requests]
         with self._side.fork(*tables):
             self._engine.begin_extend(
@@ -91,8 +86,6 @@ class LocalLink:
         """See `Link.begin_decode`."""
         self._is_decode, self._kind = True, kind
         self.recover()
-        if self._ahead is not None:
-            self._ahead.begin_step()
         self._engine.begin_step()
         if kind is not DecodeKind.DENSE or self.program.attends:
             # Every lane reads what this loads.
@@ -175,10 +168,40 @@ class LocalLink:
             self._engine.fetch(layer, size)
             self._side.note_done(layer)
 
-    @property
-    def _is_pending(self) -> bool:
-        """Whether something is selected for the next step, and need not be joined yet."""
-        return self._ahead is not None and self._ahead.is_pending
+    def _on_layer_input(
+        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        """Let the engine select for a layer where the forward pass enters an earlier one."""
+        if not self._is_decode or self._kind is not DecodeKind.SELECTING:
+            return
+        size, rank, side, program = len(hidden_states), self._engine, self._side, self.program
+        targets = program.targets_of(layer)
+        if not targets and layer not in program.late_layers:
+            return
+        put_stream(self._streams[layer], hidden_states, residual)
+        stream = self._streams[layer, :size]
+        lanes = [rank.lane_of(target) for target in targets]
+        # At the first layer two selections may begin; nobody can wait for the second before the
+        # first is done, and beside each other they take 274 us instead of 185 (H200, 8 x 64K).
+        for target, lane, after in zip(targets, lanes, (None, *lanes), strict=False):
+            with side.fork(lane=lane, after=after):
+                rank.choose_ahead(target, stream)
+                self._fetch(target, *program.followers_of(target), size=size)
+        if targets and layer == program.last_entry:
+            self._select_late(size, behind=lanes[-1])
+
+    def _select_late(self, size: int, *, behind: int) -> None:
+        """Select for late layers and the next step, behind the step's last selection.
+
+        That one began when the forward pass had come to its layer: late layers have attended.
+        """
+        rank = self._engine
+        for layer in self.program.late_layers:
+            lane = rank.lane_of(layer)
+            with self._side.fork(lane=lane, behind=behind):
+                rank.choose_late(layer, self._streams[layer, :size])
+                rank.fetch(layer, size)
+            behind, self._is_pending = lane, True
 
     def _on_logits(self) -> None:
         if self._is_pending:
@@ -188,5 +211,4 @@ class LocalLink:
         """End a step: whatever is beside it is done before the next one."""
         self._side.join_all()
         self._engine.end_step()
-        if self._ahead is not None:
-            self._ahead.is_pending = False
+        self._is_pending = False

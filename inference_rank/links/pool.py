@@ -17,10 +17,10 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank.gpu_index import with_index
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 
-from .kept_tensors import make_kept_tensors
+from .connection import KEPT
+from .kept_tensors import make_tensors
 
 
 def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any) -> type:
@@ -85,7 +85,8 @@ def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes,
         homes = Homes.beside_gpu(device, here=device)
     else:
         homes = inference_homes(device, placement.tp_size, placement.num_sharing)
-    return sizes, make_kept_tensors(model, settings, sizes, homes, rank_run_dir(placement))
+    run_dir = rank_run_dir(placement)
+    return sizes, make_tensors(KEPT, model, settings, sizes, homes, run_dir)
 
 
 def rank_run_dir(placement: Placement, index: int = 0) -> RunDir:
@@ -107,3 +108,11 @@ def rank_model_spec(config: Any, kv_dtype: torch.dtype, table: torch.Tensor) -> 
         max_context=int(table.shape[1]),
     )
     return shard_of(model, sglang_versions.tensor_size())
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return `device` with the index of the current GPU if it has none."""
+    index: int | None = device.index  # the stubs have it as int
+    if device.type != "cuda" or index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())

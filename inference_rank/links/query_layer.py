@@ -11,11 +11,10 @@ import torch.nn.functional as F
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.models.architectures import Architecture
-from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.inference_rank.sglang.live_model import attention_of
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
-from .query_projection import QueryPlace, read_projection
+from .query_projection import QueryPlace, read_projection, rows_of
 
 _PLAIN_ROTARY = {
     "RotaryEmbedding",
@@ -58,7 +57,11 @@ class QueryLayer:
         weight, bias = read_projection(name, index, attention, place)
         norm = _attention_norm(name, layer, entry)
         query_norm = getattr(attention, "q_norm", None)
-        _check_query_norm(name, query_norm, entry)
+        if query_norm is not None and entry.query_norm == "none":
+            raise ContractError(
+                f"{name} normalises its queries, and {entry.name} is not known to (see "
+                "docs/models.md)"
+            )
         rotary = attention.rotary_emb
         plain = cls(
             place=place,
@@ -83,7 +86,9 @@ class QueryLayer:
             weight, scale = quantize_query_weight(weight, place.device)
         if query_norm is not None:
             size = place.width if self.is_normed_whole else place.head_dim
-            own_norm = _own_part(name, _weight_of(query_norm), size)
+            own_norm = _weight_of(query_norm)  # SGLang may keep the whole
+            rows = rows_of(name, len(own_norm), size, "weights of the queries' norm")
+            own_norm = own_norm[rows.start : rows.stop]
         return QueryWeights(
             head_dim=place.head_dim,
             weight=weight.to(place.device),
@@ -118,26 +123,6 @@ def _attention_norm(name: str, layer: Any, entry: Architecture) -> Any:
     if norm is None:
         raise ContractError(f"{name} has no {entry.attention_norm} (see docs/models.md)")
     return norm
-
-
-def _check_query_norm(name: str, query_norm: Any, entry: Architecture) -> None:
-    if query_norm is not None and entry.query_norm == "none":
-        raise ContractError(
-            f"{name} normalises its queries, and {entry.name} is not known to (see docs/models.md)"
-        )
-
-
-def _own_part(name: str, weight: torch.Tensor, size: int) -> torch.Tensor:
-    """Return this rank's part ``[size]`` of a norm's weight, of which SGLang may keep the whole."""
-    if len(weight) == size:
-        return weight
-    rank, num_ranks = sglang_versions.tensor_rank(), sglang_versions.tensor_size()
-    if len(weight) != num_ranks * size:
-        raise ContractError(
-            f"{name}: the norm of its queries has {len(weight)} weights, not {size} for each of "
-            f"{num_ranks} ranks (see docs/models.md)"
-        )
-    return weight[rank * size : (rank + 1) * size]
 
 
 def _is_plain_norm(norm: Any) -> bool:

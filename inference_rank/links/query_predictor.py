@@ -75,17 +75,9 @@ class LiveQueryPredictor:
     def weights(self) -> tuple[list[QueryWeights | None], torch.Tensor]:
         """Return what predicts in one operation: weights of each layer, and the rotation.
 
-        Returns
-        -------
-        layers : list of QueryWeights or None
-            Of each layer; None where nothing is predicted.
-        cos_sin : torch.Tensor
-            ``[num_positions, rotary_dim]``; see `predict_query`.
-
-        Raises
-        ------
-        ContractError
-            If a layer's query takes more than one operation, or layers turn queries differently.
+        None where nothing is predicted; ``[num_positions, rotary_dim]``, see `predict_query`.
+        Raises `ContractError` if a layer's query takes more than one operation, or layers turn
+        queries differently.
         """
         kept = self._kept
         if any(layer.fused is None for layer in kept):

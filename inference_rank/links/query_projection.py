@@ -41,7 +41,7 @@ class QueryPlace:
 def read_projection(
     name: str, layer: int, attention: Any, place: QueryPlace
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ``W_q`` and its bias, the rows of this rank.
+    """Return ``W_q [num_heads * head_dim, hidden_size]`` and its bias, the rows of this rank.
 
     An unquantised module's are views of its tensors, or a copy where a gate's rows lie behind those
     of each head. What is quantised is read from the checkpoint and dequantised here, once. Where
@@ -49,22 +49,11 @@ def read_projection(
     dequantised, the one layout that its kernels leave as it was. A layer that ``place.fitted`` has
     is read from there, whatever the module has, and then the others have a bias too. `name` and
     `layer` are for errors, and in the files; `attention` is what of the layer attends
-    (`attention_of`).
+    (`attention_of`). Both are of the module's dtype on its device, or of ``place.dtype`` on
+    ``place.device`` if dequantised.
 
-    Returns
-    -------
-    weight : torch.Tensor
-        ``[num_heads * head_dim, hidden_size]``: of the module's dtype on its device, or of
-        ``place.dtype`` on ``place.device`` if dequantised.
-    bias : torch.Tensor or None
-        ``[num_heads * head_dim]``, likewise.
-
-    Raises
-    ------
-    ContractError
-        If there is no projection, or its layout is not known.
-    UnsupportedModelError
-        If the checkpoint's is not.
+    Raises `ContractError` if there is no projection or its layout is not known, and
+    `UnsupportedModelError` if the checkpoint's is not.
     """
     projection = getattr(attention, "qkv_proj", None)
     projection = getattr(projection, "base_layer", projection)  # under LoRA adapters
@@ -76,7 +65,7 @@ def read_projection(
             "its query projection"
         )
     if place.fitted is not None:
-        rows = _rows_of(name, place.fitted.num_query_rows, place.width)
+        rows = rows_of(name, place.fitted.num_query_rows, place.width)
         fitted = place.fitted.layer(layer, rows, dtype=place.dtype, device=place.device)
         if fitted is not None:
             return fitted
@@ -108,7 +97,7 @@ def _own_projection(
     if place.checkpoint is None:
         found = _live_blocks(name, projection, place, num_rows)
         return _without_gates(found, place, per_query), own
-    rows, where = _rows_of(name, place.checkpoint.num_query_rows, num_rows), place.device
+    rows, where = rows_of(name, place.checkpoint.num_query_rows, num_rows), place.device
     if own is not None:  # kernels permute a bias with its matrix
         own = place.checkpoint.bias(layer, rows, dtype=place.dtype, device=where)
     found = place.checkpoint.weight(layer, rows, dtype=place.dtype, device=where)
@@ -122,15 +111,15 @@ def _without_gates(rows: torch.Tensor, place: QueryPlace, per_query: int) -> tor
     return rows.view(place.num_heads, per_query, place.head_dim, -1)[:, 0].flatten(0, 1)
 
 
-def _rows_of(name: str, total: int, width: int) -> range:
-    """Return which rows of all query heads, `total`, this tensor-parallel rank has."""
+def rows_of(name: str, total: int, width: int, what: str = "query rows") -> range:
+    """Return which of the `total` rows of all query heads this tensor-parallel rank has."""
     rank = 0
     if total != width:
         rank, num_ranks = sglang_versions.tensor_rank(), sglang_versions.tensor_size()
         if num_ranks * width != total:
             raise ContractError(
-                f"{name}: {num_ranks} ranks of {width} query rows are not the {total} of the "
-                "file (see docs/models.md)"
+                f"{name}: {num_ranks} ranks of {width} {what} are not the {total} of the model "
+                "(see docs/models.md)"
             )
     return range(rank * width, (rank + 1) * width)
 

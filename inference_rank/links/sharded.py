@@ -24,8 +24,8 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_ring import StepRow
 from tandemkv.inference_rank.counters import Counters
 
-from .connection import HANDSHAKE_TIMEOUT_S, OpenedEpoch, SharedConnection
-from .kept_tensors import make_own_tensors
+from .connection import HANDSHAKE_TIMEOUT_S, OWN, OpenedEpoch, SharedConnection
+from .kept_tensors import make_tensors
 
 _LEFT = "another cache rank of the same requests was lost"
 
@@ -160,11 +160,6 @@ class ShardedConnection:
         return self.parts[0].confirmed
 
     @property
-    def own_bytes(self) -> int:
-        """Bytes of mapped memory that a single cache rank maps."""
-        return sum(part.own_bytes for part in self.parts)
-
-    @property
     def resumed_rows(self) -> tuple[int, int]:
         """Rows that all engines took up in this epoch, and rows that one of them seeded anew."""
         restored, reseeded = zip(*(part.resumed_rows for part in self.parts), strict=True)
@@ -177,15 +172,6 @@ class ShardedConnection:
     def resident_positions(self, book: int) -> torch.Tensor:
         """See `SharedConnection.resident_positions`: of all heads, a copy."""
         return torch.cat([part.resident_positions(book) for part in self.parts], dim=1)
-
-    def prepare(self, *, variant: int, size: int) -> None:
-        """See `SharedConnection.prepare`; all do it at once."""
-        if self.lost_reason is not None:
-            return
-        for part in self.parts:
-            part.ask_to_prepare(variant=variant, size=size)
-        for part in self.parts:
-            part.await_prepared()
 
     def resume(self, rows: tuple[StepRow, ...]) -> None:
         """See `SharedConnection.resume`."""
@@ -200,10 +186,6 @@ class ShardedConnection:
     def has_finished(self, step: int) -> bool:
         """Whether all engines have done all of `step`."""
         return all(part.has_finished(step) for part in self.parts)
-
-    def await_finish(self, step: int) -> bool:
-        """See `SharedConnection.await_finish`."""
-        return all(part.await_finish(step) for part in self.parts)
 
     def confirm(self, step: int) -> None:
         """See `SharedConnection.confirm`."""
@@ -236,7 +218,7 @@ def make_connection(
                 model=own_model,
                 sizes=own_sizes,
                 kept=kept,
-                own=make_own_tensors(own_model, settings, own_sizes, homes, run_dir),
+                own=make_tensors(OWN, own_model, settings, own_sizes, homes, run_dir),
                 counters=counters,
             )
         )

@@ -23,13 +23,14 @@ from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgra
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
 from tandemkv.cache_rank.protocol.memory.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
+from tandemkv.inference_rank.sglang.pool import store_tokens
 from tandemkv.inference_rank.sglang.residual_hooks import install_norm_hooks, install_residual_hooks
 from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow, StepLostError
 from .connection import SharedConnection
 from .sharded import ShardedConnection
-from .signals import LinkSignals
+from .signals import HostSignals
 
 _DECODE_KINDS = tuple(DecodeKind)
 
@@ -41,20 +42,15 @@ class SharedLink:
     row, `rows_on_host` the rows of the pass that is being made, if they are known without waiting
     for the device. `pool` is SGLang's, where the engine attends to exact layers.
 
-    Attributes
-    ----------
-    pass_step : int or None
-        Step that was announced for the pass under way, or the latest; None: it asked for nothing.
-    is_void : bool
-        The engine did not do its part of that pass.
-    breaks_off : bool
-        Such a pass ends at once, with `StepLostError`; else it runs through, as it does on a GPU.
+    `pass_step` was announced for the pass under way, or the latest; None: it asked for nothing.
+    With `is_void` the engine did not do its part of that pass. With `breaks_off` such a pass ends
+    at once, with `StepLostError`; else it runs through, as it does on a GPU.
     """
 
     def __init__(
         self,
         connection: SharedConnection | ShardedConnection,
-        signals: LinkSignals,
+        signals: HostSignals,
         *,
         generation_of: Callable[[int], int],
         rows_on_host: Callable[[], list[int] | None],
@@ -192,7 +188,7 @@ class SharedLink:
         program, self._size = self.program, len(query)
         is_remote = program.attends_remotely(self._kind, layer)
         if is_remote and save_kv_cache:
-            _store_tokens(self._pool, owner, forward_batch, k, v)
+            store_tokens(self._pool, owner, forward_batch, k, v)
         if self._is_open and (is_remote or program.hands_over_query(self._kind, layer)):
             self._signals.put_query(layer, query)
 
@@ -337,7 +333,13 @@ class SharedLink:
             self._ask(kind, size)
 
     def _ask(self, kind: DecodeKind, size: int) -> None:
-        self._connection.prepare(variant=_DECODE_KINDS.index(kind), size=size)
+        """Let all engines make ready at once; nothing happens once the epoch is lost."""
+        if self._connection.lost_reason is not None:
+            return
+        for part in self._connection.parts:
+            part.ask_to_prepare(variant=_DECODE_KINDS.index(kind), size=size)
+        for part in self._connection.parts:
+            part.await_prepared()
 
     def _host_rows(self, rows: torch.Tensor) -> list[int]:
         """Return `rows` ``[B]`` on the host; all 0 on a GPU where nobody knows them."""
@@ -367,14 +369,3 @@ class SharedLink:
         if self._unsent == layer:
             self._unsent = None
             self._signals.put_stream_beside(layer, stream)
-
-
-def _store_tokens(
-    pool: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
-) -> None:
-    """Write a step's tokens to SGLang's pool, as its own attention of `layer` would do it."""
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-    shape = (-1, layer.tp_k_head_num, layer.head_dim)
-    location = KVWriteLoc(forward_batch.out_cache_loc, None)
-    pool.set_kv_buffer(layer, location, k.view(shape), v.view(shape))

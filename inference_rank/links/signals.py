@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -12,6 +11,7 @@ from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
+from tandemkv.inference_rank.sglang.residual_hooks import put_stream
 from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
 from tandemkv.kernels.streams import (
     FORWARD_PRIORITY,
@@ -24,83 +24,19 @@ from .base import DecodeRows
 from .connection import SharedConnection
 
 
-class LinkSignals(Protocol):
-    """The forward pass's side of a step's flags and staging. Used by the thread that queues it."""
-
-    is_captured: bool
-    """Whether steps may be captured in CUDA graphs, so that calls are not seen when they run."""
-    sends_beside: bool
-    """Whether streams go to another GPU: they are sent beside the forward pass, not within it."""
-
-    def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
-        """Announce a step, of decode `step`, that what follows is about.
-
-        Returns whether it was; False: the engine is lost.
-        """
-
-    def await_finished(self, step: int) -> bool:
-        """Let what follows wait until the engine has done all of `step`; False: it is lost."""
-
-    def mask(self) -> None:
-        """Let waits return at once and raises do nothing, until `begin`."""
-
-    def forget_lost(self) -> None:
-        """Let what was not answered be that of an epoch that is over: all its passes have ended."""
-
-    def put_stream(
-        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
-        """Hand over ``hidden_states + residual`` ``[B, hidden_size]`` at the entry of `layer`."""
-
-    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
-        """Hand over ``stream [B, hidden_size]``, which stays as it is until `join_sent`."""
-
-    def join_sent(self) -> None:
-        """Let what follows wait for what was put beside it."""
-
-    def put_query(self, layer: int, query: torch.Tensor) -> None:
-        """Hand over the query ``[B, Hq, D]`` of `layer`."""
-
-    def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
-        """Hand over the last queries ``[W, Hq, D]`` of finished prompts."""
-
-    def raise_input(self, layer: int) -> None:
-        """Tell that K/V, and prompt queries, of `layer` are in place."""
-
-    def raise_end(self) -> None:
-        """Tell that all tokens of a decode step are stored."""
-
-    def await_ready(self, layer: int) -> bool:
-        """Wait until the engine is done with `layer`; False: it is lost."""
-
-    def ready_wait(self, layer: int) -> StepWait | None:
-        """Return that wait for a kernel that makes it behind its own work; None: none can."""
-
-    def await_output(self, layer: int, size: int) -> bool:
-        """Wait for what the engine has attended to for `size` requests; False: it is lost."""
-
-    def end(self) -> bool:
-        """End a step: SGLang may write to the request table once the engine has read it.
-
-        False: the engine is lost.
-        """
-
-    def is_done(self, step: int) -> bool:
-        """Whether all of `step`, whose results have come to the host, was done by the engine."""
-
-    def give_up(self) -> None:
-        """Let the engine end the present step without what was not raised for it."""
-
-
 class HostSignals:
-    """Flags in host memory: what is written is seen at once, in order.
+    """The forward pass's side of a step's flags and staging. Used by the thread that queues it.
 
-    Of several cache ranks, in the order of their KV heads, each gets the queries of its heads, and
-    a wait ends when all have answered. One that is lost is handed nothing, and answers no wait.
-    With `sends_beside` the calls of a link between two GPUs are taken, for tests without any.
+    The flags are in host memory: what is written is seen at once, in order. Of several cache ranks,
+    in the order of their KV heads, each gets the queries of its heads, and a wait ends when all
+    have answered. One that is lost is handed nothing, and answers no wait. With `sends_beside` the
+    calls of a link between two GPUs are taken, for tests without any.
     """
 
     is_captured = False
+    """Whether steps may be captured in CUDA graphs, so that calls are not seen when they run."""
+    sends_beside: bool
+    """Whether streams go to another GPU: they are sent beside the forward pass, not within it."""
 
     def __init__(
         self,
@@ -113,7 +49,10 @@ class HostSignals:
         self.sends_beside = sends_beside
 
     def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
-        """See `LinkSignals.begin`: nobody hears of a step unless all have ended the one before."""
+        """Announce a step, of decode `step`, that what follows is about.
+
+        Nobody hears of it unless all have ended the one before. False: the engine is lost.
+        """
         del step
         if not self.await_finished(entry.step - 1):
             return False
@@ -124,80 +63,88 @@ class HostSignals:
         return bool(heard)
 
     def await_finished(self, step: int) -> bool:
-        """See `LinkSignals.await_finished`."""
+        """Let what follows wait until the engine has done all of `step`; False: it is lost."""
         return self._wait(self._at.FINISHED, step)
-
-    def mask(self) -> None:
-        """See `LinkSignals.mask`: nothing is rehearsed on a CPU."""
-
-    def forget_lost(self) -> None:
-        """See `LinkSignals.forget_lost`: the connections alone know."""
 
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
-        """See `LinkSignals.put_stream`: each predicts the queries of its heads from all of it."""
+        """Hand over ``hidden_states + residual`` ``[B, hidden_size]`` at the entry of `layer`.
+
+        Each engine predicts the queries of its heads from all of it.
+        """
         for connection, _ in self._connected():
-            out = connection.tensors["streams"][layer, : len(hidden_states)]
-            if residual is None:
-                out.copy_(hidden_states)
-            else:
-                torch.add(hidden_states, residual, out=out)
+            put_stream(connection.tensors["streams"][layer], hidden_states, residual)
         self.raise_input(layer)
 
-    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
-        """See `LinkSignals.put_stream_beside`: one thing is done after the other."""
-        self.put_stream(layer, stream, None)
-
-    def join_sent(self) -> None:
-        """See `LinkSignals.join_sent`: nothing is beside the forward pass."""
-
     def put_query(self, layer: int, query: torch.Tensor) -> None:
-        """See `LinkSignals.put_query`."""
+        """Hand over the query ``[B, Hq, D]`` of `layer`."""
         for connection, shard in self._connected():
             connection.tensors["queries"][layer, : len(query)].copy_(shard.of(query, 1))
         self._raise(self._at.query(layer))
 
     def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
-        """See `LinkSignals.put_windows`."""
+        """Hand over the last queries ``[W, Hq, D]`` of finished prompts."""
         for connection, shard in self._connected():
             own = [shard.of(window, 1) for window in windows]
             _put_windows(seed_buffer(connection.tensors, layer), own)
 
     def raise_input(self, layer: int) -> None:
-        """See `LinkSignals.raise_input`."""
+        """Tell that K/V, and prompt queries, of `layer` are in place."""
         self._raise(self._at.input(layer))
 
     def raise_end(self) -> None:
-        """See `LinkSignals.raise_end`."""
+        """Tell that all tokens of a decode step are stored."""
         self.raise_input(self._at.end)
 
     def await_ready(self, layer: int) -> bool:
-        """See `LinkSignals.await_ready`: attention needs all heads."""
+        """Wait until the engine is done with `layer`; False: it is lost.
+
+        Attention needs all heads.
+        """
         return self._wait(self._at.ready(layer))
 
+    def end(self) -> bool:
+        """End a step: SGLang may write to the request table once the engine has read it.
+
+        False: the engine is lost.
+        """
+        return self._wait(self._at.LOADED)
+
+    def is_done(self, step: int) -> bool:
+        """Whether all of `step`, whose results have come to the host, was done by the engine.
+
+        Waits until the engine has kept what it needs to go on.
+        """
+        return all(connection.await_finish(step) for connection in self._all)
+
+    def give_up(self) -> None:
+        """Let the engine end the present step without what was not raised for it."""
+        for connection in self._all:
+            connection.give_up()
+
+    def mask(self) -> None:
+        """Let waits return at once and raises do nothing, until `begin`."""
+
+    def forget_lost(self) -> None:
+        """Let what was not answered be that of an epoch that is over: all its passes have ended."""
+
+    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
+        """Hand over ``stream [B, hidden_size]``, which stays as it is until `join_sent`."""
+        self.put_stream(layer, stream, None)
+
+    def join_sent(self) -> None:
+        """Let what follows wait for what was put beside it."""
+
     def ready_wait(self, layer: int) -> StepWait | None:
-        """See `LinkSignals.ready_wait`: the host waits."""
+        """Return that wait for a kernel that makes it behind its own work; None: none can."""
         del layer
         return None
 
     def await_output(self, layer: int, size: int) -> bool:
-        """See `LinkSignals.await_output`."""
+        """Wait for what the engine has attended to for `size` requests; False: it is lost."""
         del size
         return self.await_ready(layer)
-
-    def end(self) -> bool:
-        """See `LinkSignals.end`."""
-        return self._wait(self._at.LOADED)
-
-    def is_done(self, step: int) -> bool:
-        """See `LinkSignals.is_done`: waits until the engine has kept what it needs to go on."""
-        return all(connection.await_finish(step) for connection in self._all)
-
-    def give_up(self) -> None:
-        """See `LinkSignals.give_up`."""
-        for connection in self._all:
-            connection.give_up()
 
     def _connected(self) -> Iterator[tuple[SharedConnection, HeadShard]]:
         for connection in self._all:
@@ -212,7 +159,7 @@ class HostSignals:
         return all(connection.wait(flag, step) for connection in self._all)
 
 
-class StreamSignals:
+class StreamSignals(HostSignals):
     """Flags in GPU memory: waiting and raising are kernels of the current stream.
 
     Of several cache ranks each gets the queries of its heads, and a wait is one kernel that polls
@@ -231,7 +178,7 @@ class StreamSignals:
         timeout_s: float,
         sends_beside: bool = False,
     ) -> None:
-        self._all, self.sends_beside = tuple(connections), sends_beside
+        super().__init__(connections, num_layers, sends_beside=sends_beside)
         homes = self._all[0].tensors.homes
         device = homes.here
         self._beside = stream_beside(device, homes.engine) if sends_beside else None
@@ -271,7 +218,7 @@ class StreamSignals:
         return 0 if self._is_masked else int(self._lost_on_host[0])
 
     def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
-        """See `LinkSignals.begin`: the GPU waits for the end of the step before."""
+        """See `HostSignals.begin`: the GPU waits for the end of the step before."""
         lost = self.lost_step
         # Whoever has found one lost has ended the waits. Only if nobody has, none answered in time.
         if lost and not self._is_lost():
@@ -292,11 +239,11 @@ class StreamSignals:
                 each.tensors["step_rows"][:size].copy_(step.rows)
                 each.tensors["step_lengths"][:size].copy_(step.lengths)
         for flags in self._flags:
-            self._raise(flags.begin)
+            self._queue_raise(flags.begin)
         return True
 
     def await_finished(self, step: int) -> bool:
-        """See `LinkSignals.await_finished`; not to be captured."""
+        """See `HostSignals.await_finished`; not to be captured."""
         if self._is_lost():
             return False
         self._unmask()
@@ -305,13 +252,13 @@ class StreamSignals:
         return self.end()  # nothing else of this pass would tell what was lost
 
     def mask(self) -> None:
-        """See `LinkSignals.mask`."""
+        """See `HostSignals.mask`."""
         if not self._is_masked:
             self._lost.fill_(1)
             self._is_masked = True
 
     def forget_lost(self) -> None:
-        """See `LinkSignals.forget_lost`; else the next step would end the epoch that is new."""
+        """See `HostSignals.forget_lost`; else the next step would end the epoch that is new."""
         if self._aborts is not None:  # the next step must not be masked by it
             self._aborts.synchronize()
         self._is_masked = True
@@ -319,14 +266,14 @@ class StreamSignals:
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
-        """See `LinkSignals.put_stream`."""
+        """See `HostSignals.put_stream`."""
         size = len(hidden_states)
         for each, flags in zip(self._all, self._flags, strict=True):
             out, input_flags = each.tensors["streams"][layer, :size], flags.input(layer, size)
             send_rows(hidden_states, residual, out, input_flags, step=self._step, lost=self._lost)
 
     def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
-        """See `LinkSignals.put_stream_beside`."""
+        """See `HostSignals.put_stream_beside`."""
         if self._beside is None:
             self.put_stream(layer, stream, None)
             return
@@ -336,13 +283,13 @@ class StreamSignals:
         self._has_sent = True
 
     def join_sent(self) -> None:
-        """See `LinkSignals.join_sent`."""
+        """See `HostSignals.join_sent`."""
         if self._has_sent and self._beside is not None:
             torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
         self._has_sent = False
 
     def put_query(self, layer: int, query: torch.Tensor) -> None:
-        """See `LinkSignals.put_query`."""
+        """See `HostSignals.put_query`."""
         size = len(query)
         for each, flags in zip(self._all, self._flags, strict=True):
             rows = each.shard.of(query, 1).flatten(1)
@@ -350,50 +297,50 @@ class StreamSignals:
             send_rows(rows, None, out, flags.query(layer, size), step=self._step, lost=self._lost)
 
     def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
-        """See `LinkSignals.put_windows`."""
+        """See `HostSignals.put_windows`."""
         for each in self._all:
             own = [each.shard.of(window, 1) for window in windows]
             _put_windows(seed_buffer(each.tensors, layer), own)
 
     def raise_input(self, layer: int) -> None:
-        """See `LinkSignals.raise_input`."""
+        """See `HostSignals.raise_input`."""
         for flags in self._flags:
-            self._raise(flags.input(layer))
+            self._queue_raise(flags.input(layer))
 
     def raise_end(self) -> None:
-        """See `LinkSignals.raise_end`."""
+        """See `HostSignals.raise_end`."""
         for flags in self._flags:
-            self._raise(flags.end)
+            self._queue_raise(flags.end)
 
     def await_ready(self, layer: int) -> bool:
-        """See `LinkSignals.await_ready`: attention needs all heads."""
-        self._wait(self._ready(layer), self._step)
+        """See `HostSignals.await_ready`: attention needs all heads."""
+        self._queue_wait(self._ready(layer), self._step)
         return True
 
     def ready_wait(self, layer: int) -> StepWait | None:
-        """See `LinkSignals.ready_wait`."""
+        """See `HostSignals.ready_wait`."""
         return StepWait(
             flags=self._ready(layer), step=self._step, lost=self._lost,
             timeout_s=self._timeout_s,
         )  # fmt: skip
 
     def await_output(self, layer: int, size: int) -> bool:
-        """See `LinkSignals.await_output`: a flag a row."""
-        self._wait(self._ready(layer, size), self._step)
+        """See `HostSignals.await_output`: a flag a row."""
+        self._queue_wait(self._ready(layer, size), self._step)
         return True
 
     def end(self) -> bool:
-        """See `LinkSignals.end`: the next `begin` waits. What was lost comes with the results."""
+        """See `HostSignals.end`: the next `begin` waits. What was lost comes with the results."""
         self._lost_on_host.copy_(self._lost, non_blocking=True)
         return True
 
     def is_done(self, step: int) -> bool:
-        """See `LinkSignals.is_done`: its results came with what was lost until then."""
+        """See `HostSignals.is_done`: its results came with what was lost until then."""
         lost = self.lost_step
         return not self._is_lost() and (not lost or step < lost)
 
     def give_up(self) -> None:
-        """See `LinkSignals.give_up`: the engine's own waits end."""
+        """See `HostSignals.give_up`: the engine's own waits end."""
 
     def _is_lost(self) -> bool:
         return any(each.is_lost() for each in self._all)
@@ -402,7 +349,7 @@ class StreamSignals:
         return self._flags[0].all_ready(layer, len(self._all), size)
 
     def _await_finished(self) -> None:
-        self._wait(self._flags[0].all_finished(len(self._all)), self._previous)
+        self._queue_wait(self._flags[0].all_finished(len(self._all)), self._previous)
 
     def _unmask(self) -> None:
         if self._is_masked:
@@ -410,10 +357,10 @@ class StreamSignals:
             self._lost_on_host.zero_()
             self._is_masked = False
 
-    def _raise(self, flags: torch.Tensor) -> None:
+    def _queue_raise(self, flags: torch.Tensor) -> None:
         raise_flags(flags, step=self._step, lost=self._lost)
 
-    def _wait(self, flags: torch.Tensor, step: torch.Tensor) -> None:
+    def _queue_wait(self, flags: torch.Tensor, step: torch.Tensor) -> None:
         wait_flags(flags, step=step, lost=self._lost, timeout_s=self._timeout_s)
 
 

@@ -43,10 +43,3 @@ class Agreement:
 
     def _largest(self, value: float) -> float:
         return all_reduce_max(self._group, [value])[0]
-
-
-def tensor_parallel() -> Agreement:
-    """Return the agreement of SGLang's tensor-parallel group."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    return Agreement(get_tp_group().cpu_group)

@@ -17,86 +17,71 @@ _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 
 def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     """Hooks of the process that runs the model."""
-    return [
-        (f"{_SCHEDULER}.process_input_requests", before_requests, HookType.BEFORE),
-        (f"{_SCHEDULER}._add_request_to_queue", around_queue, HookType.AROUND),
-        (f"{_SCHEDULER}.process_batch_result", around_results, HookType.AROUND),
-        (
-            "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
-            before_rows_clear,
-            HookType.BEFORE,
+    before = {
+        f"{_SCHEDULER}.process_input_requests": before_requests,
+        # SGLang's row generations are about to restart at zero.
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear": runtime_module.noted(
+            lambda runtime, *_: runtime.before_flush()
         ),
-        (f"{_RESULTS}.release_kv_cache", around_release, HookType.AROUND),
-        (f"{_SCHEDULER}.release_host_resources", say_goodbye, HookType.BEFORE),
+        # The scheduler ends in order: the cache rank need not find out.
+        f"{_SCHEDULER}.release_host_resources": runtime_module.noted(
+            lambda runtime, *_: runtime.client.close()
+        ),
+    }
+    around = {
+        f"{_SCHEDULER}._add_request_to_queue": around_queue,
+        f"{_SCHEDULER}.process_batch_result": around_results,
+        f"{_RESULTS}.release_kv_cache": around_release,
+        f"{_BATCH}.cumulate_penalty_output_tokens": around_penalties,
+    }
+    return [
+        *((target, hook, HookType.BEFORE) for target, hook in before.items()),
+        *((target, hook, HookType.AROUND) for target, hook in around.items()),
         (f"{_SCHEDULER}.pause_generation", after_pause, HookType.AFTER),
         (f"{_SCHEDULER}.continue_generation", after_pause, HookType.AFTER),
-        (f"{_BATCH}.cumulate_penalty_output_tokens", around_penalties, HookType.AROUND),
     ]
 
 
-def before_requests(scheduler: Any, *_: Any, **__: Any) -> None:
+@runtime_module.noted
+def before_requests(runtime: Any, scheduler: Any, *_: Any) -> None:
     """Run once per turn of the scheduler's loop."""
-    runtime = runtime_module.current()
-    if runtime is not None:
-        runtime.recovery.turn(scheduler)
+    runtime.recovery.turn(scheduler)
 
 
+@runtime_module.noted
+def after_pause(runtime: Any, _result: Any, scheduler: Any, *_: Any) -> None:
+    """Tell an administrator's pause from ours."""
+    runtime.recovery.note_pause(scheduler)
+
+
+@runtime_module.around
 def around_queue(
-    original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+    runtime: Any, original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Refuse a new request if no cache rank came back for too long; penalties begin anew."""
-    runtime = runtime_module.current()
-    if runtime is not None:
-        if runtime.recovery.refuses(scheduler, req):
-            return None
-        runtime.penalties.forget(req)  # SGLang itself may have taken it back
+    if runtime.recovery.refuses(scheduler, req):
+        return None
+    runtime.penalties.forget(req)  # SGLang itself may have taken it back
     return original(scheduler, req, *args, **kwargs)
 
 
-def around_results(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> None:
+@runtime_module.around
+def around_results(runtime: Any, *given: Any) -> None:
     """Use the results of a pass, or drop them."""
-    runtime = runtime_module.current()
-    if runtime is None:
-        original(scheduler, batch, result)
-    else:
-        runtime.passes.take(original, scheduler, batch, result)
+    runtime.passes.take(*given)
 
 
+@runtime_module.around
 def around_release(
-    original: Callable[..., None], req: Any, tree_cache: Any, *args: Any, **kwargs: Any
-) -> None:
+    runtime: Any, original: Callable[..., None], req: Any, tree_cache: Any, *args: Any,
+    **kwargs: Any,
+) -> None:  # fmt: skip
     """Keep from the radix tree what a pass stores whose results nobody has looked at."""
-    runtime = runtime_module.current()
-    if runtime is not None:
-        runtime.recovery.before_release(req, tree_cache)
+    runtime.recovery.before_release(req, tree_cache)
     original(req, tree_cache, *args, **kwargs)
 
 
-def after_pause(_result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
-    """Tell an administrator's pause from ours."""
-    runtime = runtime_module.current()
-    if runtime is not None:
-        runtime.recovery.note_pause(scheduler)
-
-
-def around_penalties(original: Callable[..., None], batch: Any) -> None:
+@runtime_module.around
+def around_penalties(runtime: Any, *given: Any) -> None:
     """Note which tokens penalties are made of."""
-    runtime = runtime_module.current()
-    if runtime is None:
-        original(batch)
-    else:
-        runtime.penalties.add(original, batch)
-
-
-def before_rows_clear(_pool: Any, *_: Any, **__: Any) -> None:
-    """SGLang's row generations are about to restart at zero."""
-    runtime = runtime_module.current()
-    if runtime is not None:
-        runtime.before_flush()
-
-
-def say_goodbye(*_: Any, **__: Any) -> None:
-    """End the epoch when the scheduler ends in order: the cache rank need not find out."""
-    runtime = runtime_module.current()
-    if runtime is not None:
-        runtime.client.close()
+    runtime.penalties.add(*given)

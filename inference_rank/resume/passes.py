@@ -5,21 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.links.connection import SharedConnection
+from tandemkv.inference_rank.links.sharded import ShardedConnection
+from tandemkv.inference_rank.links.shared import SharedLink
 
 from .agreement import Agreement
-
-if TYPE_CHECKING:
-    from tandemkv.inference_rank.attention.backend import ResidentBackend
-    from tandemkv.inference_rank.links.connection import SharedConnection
-    from tandemkv.inference_rank.links.sharded import ShardedConnection
-    from tandemkv.inference_rank.links.shared import SharedLink
 
 
 @dataclass(slots=True)
@@ -37,12 +35,8 @@ class PassLog:
     """Follows each pass from its launch until its results are taken, or dropped.
 
     From the first lost pass on all are dropped, until `rewind`: later ones took in its token. Over
-    tensor-parallel ranks a pass is lost if the engine of one of them did not do its part.
-
-    Attributes
-    ----------
-    dropped : list
-        Batches whose results were dropped, in order.
+    tensor-parallel ranks a pass is lost if the engine of one of them did not do its part. `dropped`
+    are the batches whose results were dropped, in order.
     """
 
     def __init__(
@@ -110,7 +104,10 @@ class PassLog:
             self._backend.rewind(found[0].backend)
         for each in found:  # a greedy one, which draws nothing, may be before one that draws
             if each.random is not None:
-                _set_random_state(each.random, each.device)
+                if each.device.type == "cuda":
+                    torch.cuda.set_rng_state(each.random, each.device)
+                else:
+                    torch.set_rng_state(each.random)
                 break
         self._link.rewind()
         self._passes.clear()
@@ -142,13 +139,4 @@ def _random_state(batch: Any, device: torch.device) -> torch.Tensor | None:
     info = batch.sampling_info
     if info is None or info.is_all_greedy:
         return None
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

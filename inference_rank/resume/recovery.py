@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.links.connection import SharedConnection
+from tandemkv.inference_rank.links.sharded import ShardedConnection
 from tandemkv.inference_rank.reconnect import Reconnecting
 from tandemkv.inference_rank.sglang.versions import committed, row_of
 
@@ -32,10 +34,6 @@ from .agreement import Agreement
 from .passes import PassLog
 from .penalties import PenaltyLog
 from .rewind import end_requests, live_requests, recompute, rewind, trim_ended
-
-if TYPE_CHECKING:
-    from tandemkv.inference_rank.links.connection import SharedConnection
-    from tandemkv.inference_rank.links.sharded import ShardedConnection
 
 _LOG = logging.getLogger(__name__)
 _TURN_S = 0.005

@@ -45,13 +45,11 @@ def rewind(scheduler: Any, lost: Sequence[Any], penalties: PenaltyLog) -> Rewoun
     """
     prompts = {id(req) for batch in lost for req in _prompts_of(batch)}
     requests = live_requests(scheduler, lost)
-    again = [r for r in requests if id(r) in prompts or not r.output_ids]
-    again = [r for r in again if id(r) in prompts or r is not scheduler.chunked_req]
-    decoding = [r for r in requests if r.output_ids and id(r) not in prompts]
-    decoding = [r for r in decoding if r is not scheduler.chunked_req]
-    num_rewound = 0
-    for req in decoding:
-        num_rewound += _trim(scheduler, req, penalties)
+    chunked = scheduler.chunked_req
+    again = [r for r in requests if id(r) in prompts or not (r.output_ids or r is chunked)]
+    rest = [r for r in requests if id(r) not in prompts and r is not chunked]
+    decoding = [r for r in rest if r.output_ids]
+    num_rewound = sum([_trim(scheduler, req, penalties) for req in decoding])
     for req in reversed(again):
         compute_again(scheduler, req, penalties)
     _replace_batches(scheduler, decode_batch(scheduler, decoding, penalties))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the plugin reaches into SGLang: contract, versions, hooks, processes."""
+"""Where the plugin reaches into SGLang: contract, versions, hooks, pool, processes."""

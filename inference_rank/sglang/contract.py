@@ -13,192 +13,152 @@ from collections.abc import Sequence
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 
-from . import versions as sglang_versions
+from . import versions
 
-# Symbol -> parameters that we rely on, in every version that is taken.
-SYMBOLS: dict[str, tuple[str, ...]] = {
-    "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
-    "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": (),
-    "sglang.srt.server_args.add_attention_backend_choices": (),
-    "sglang.srt.layers.attention.attention_registry.register_attention_backend": ("name",),
-    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata": (
-        "forward_batch",
-    ),
+SYMBOLS = versions.parsed_symbols("""
+sglang.srt.plugins.hook_registry
+    HookRegistry.register(target, hook, hook_type)
+    HookRegistry.apply_hooks
+sglang.srt.server_args
+    add_attention_backend_choices
+sglang.srt.layers.attention.attention_registry
+    register_attention_backend(name)
+sglang.srt.layers.attention.base_attn_backend
+    AttentionBackend.init_forward_metadata(forward_batch)
+sglang.srt.layers.attention.flashinfer_backend
     # With samples FlashInfer's wrapper is asked for its log-sum-exp, past `forward_decode`.
-    "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend._get_wrapper_idx": (
-        "layer",
-    ),
-    "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend._kv_write_scales": (
-        "layer",
-    ),
+    FlashInferAttnBackend._get_wrapper_idx(layer)
+    FlashInferAttnBackend._kv_write_scales(layer)
     # Between two GPUs the list of slots that FlashInfer was planned with is replaced.
-    "sglang.srt.layers.attention.flashinfer_backend.PrefillMetadata": (
-        "prefill_wrappers",
-        "use_ragged",
-    ),
-    "sglang.srt.mem_cache.memory_pool.KVWriteLoc": (),
+    PrefillMetadata(prefill_wrappers, use_ragged)
+sglang.srt.mem_cache.memory_pool
+    KVWriteLoc
+    HybridLinearKVPool(full_attention_layer_ids, full_kv_pool_class)
+    MHATokenToKVPool._create_buffers
+    MHATokenToKVPool._build_kv_buffer_descs
+    MHATokenToKVPool._init_data_ptrs_and_strides
+    ReqToTokenPool.clear
+    ReqToTokenPool.available_size
+sglang.srt.layers.attention.torch_native_backend
     # For models with attention sinks.
-    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend": ("model_runner",),
-    "sglang.srt.layers.layernorm.Gemma3RMSNorm": ("dim", "eps"),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": (
-        "meta_info",
-        "state",
-        "top_logprobs_num",
-        "token_ids_logprob",
-        "return_text_in_logprobs",
-        "recv_obj",
-        "recv_obj_index",
-    ),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info": (
-        "meta_info",
-        "state",
-        "top_logprobs_num",
-        "token_ids_logprob",
-        "return_text_in_logprobs",
-    ),
-    "sglang.srt.entrypoints.engine._set_envs_and_config": ("server_args",),
-    "sglang.srt.utils.common.support_triton": ("backend",),
-    "sglang.srt.utils.auth.decide_request_auth": ("path", "api_key"),
-    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool": (
-        "max_total_num_tokens",
-        "mha_pool_class",
-    ),
-    # For models some of whose layers are linear attention.
-    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_linear_kv_pool": (
-        "max_total_num_tokens",
-        "mha_pool_class",
-    ),
-    "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool": (
-        "full_attention_layer_ids",
-        "full_kv_pool_class",
-    ),
-    "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend": (
-        "full_attn_backend",
-        "linear_attn_backend",
-    ),
-    "sglang.srt.layers.layernorm.GemmaRMSNorm": ("hidden_size", "eps"),
-    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": (
-        "req_to_token_pool",
-    ),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers": (),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs": (),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_data_ptrs_and_strides": (),
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear": (),
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.available_size": (),
-    "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.available_size": (),
-    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (),
-    "sglang.srt.managers.scheduler_components.batch_result_processor.release_kv_cache": (
-        "req",
-        "tree_cache",
-    ),
-    "sglang.srt.managers.scheduler.Scheduler.run_batch": ("batch",),
-    "sglang.srt.managers.scheduler.Scheduler.process_input_requests": ("recv_reqs",),
-    "sglang.srt.managers.scheduler.Scheduler.process_batch_result": ("batch", "result"),
-    "sglang.srt.managers.scheduler.Scheduler.abort_request": ("recv_req",),
-    "sglang.srt.managers.scheduler.Scheduler.pause_generation": ("recv_req",),
-    "sglang.srt.managers.scheduler.Scheduler.continue_generation": ("recv_req",),
-    "sglang.srt.managers.scheduler.Scheduler.maybe_send_health_check_signal": (),
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens": (),
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.init_new": (
-        "reqs",
-        "req_to_token_pool",
-        "token_to_kv_pool_allocator",
-        "tree_cache",
-        "model_config",
-        "enable_overlap",
-        "spec_algorithm",
-    ),
-    "sglang.srt.managers.overlap_utils.FutureMap.stash": (),
-    "sglang.srt.managers.overlap_utils.RelayPayload": ("bonus_tokens",),
-    "sglang.srt.managers.utils.GenerationBatchResult": ("next_token_ids", "copy_done"),
-    "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_segment": (
-        "free_index",
-        "start_pos",
-    ),
-    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": (
-        "batch",
-        "vocab_size",
-    ),
-    "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue": ("req",),
-    "sglang.srt.managers.scheduler.Scheduler.is_fully_idle": (),
-    "sglang.srt.managers.scheduler.Scheduler.on_idle": (),
-    "sglang.srt.managers.scheduler.Scheduler.release_host_resources": (),
-    "sglang.srt.layers.radix_attention.RadixAttention.forward": ("forward_batch",),
-    "sglang.srt.managers.load_snapshot.shm_path_for": (),
-    "sglang.srt.managers.scheduler.Scheduler.flush_cache": ("empty_cache",),
-    "sglang.srt.managers.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),
-    "sglang.srt.managers.io_struct.AbortReq": (),
-    "sglang.srt.distributed.bootstrap.init_distributed_environment": (
-        "world_size",
-        "distributed_init_method",
-        "backend",
-    ),
-    # SGLang calls both through `torch.distributed`, so that a hook on them is seen.
-    "torch.distributed.new_group": ("ranks", "backend"),
-    "torch.distributed.monitored_barrier": ("group",),
-    "torch.distributed.Backend.register_backend": ("name", "func", "devices"),
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
-    "capture_one_shape": ("size", "forward", "stream_idx", "variant_label"),
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
-    "_resolve_lora_variant": ("forward_batch",),
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture": (),
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
-    "_make_graph_key": ("size", "stream_idx", "variant_label"),
-    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
-    "replay": ("shape_key", "static_forward_batch"),
-    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
-    "replay_session": (),
-    # Both use `_capture_stream`, which is replaced while some steps are captured.
-    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
-    "capture_session": ("stream",),
-    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
-    "capture_one": ("shape_key", "forward_fn"),
+    TorchNativeAttnBackend(model_runner)
+sglang.srt.layers.layernorm
+    Gemma3RMSNorm(dim, eps)
+    GemmaRMSNorm(hidden_size, eps)
     # Recognised by their names; without them queries are predicted module by module.
-    "sglang.srt.layers.layernorm.RMSNorm": ("hidden_size", "eps", "var_hidden_size"),
-    "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding": (
-        "head_size",
-        "rotary_dim",
-        "is_neox_style",
-    ),
-    "sglang.srt.layers.rotary_embedding.rope_variant.Llama3RotaryEmbedding": ("head_size",),
-    "sglang.srt.layers.rotary_embedding.yarn.YaRNScalingRotaryEmbedding": ("head_size",),
-    "sglang.srt.layers.rotary_embedding.base.LinearScalingRotaryEmbedding": ("head_size",),
-    "sglang.srt.layers.rotary_embedding.rope_variant.DynamicNTKScalingRotaryEmbedding": (
-        "head_size",
-    ),
-    "sglang.srt.models.minimax_m2.MiniMaxM2RMSNormTP": ("hidden_size", "eps"),
-    "sglang.srt.models.utils.enable_fused_set_kv_buffer": ("forward_batch",),
-    "sglang.srt.runtime_context.get_parallel": (),
-    "sglang.srt.entrypoints.http_server.app.build_middleware_stack": (),
-    "sglang.srt.entrypoints.http_server._setup_and_run_http_server": (
-        "server_args",
-        "tokenizer_manager",
-        "execute_warmup_func",
-    ),
-    "sglang.srt.utils.auth.AuthDecision": ("allowed", "error_status_code"),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts": ("texts",),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": (),
-    "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request": (
-        "request",
-        "raw_request",
-    ),
-    "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._convert_to_internal_request": (
-        "request",
-        "raw_request",
-    ),
-    "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingTokenize."
-    "_handle_non_streaming_request": (),
-    "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize."
-    "_handle_non_streaming_request": (),
-    "sglang.srt.managers.tokenizer_manager.ServerStatus.Starting": (),
-    "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler": (),
-    "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler": (),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler": ("obj",),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task": ("obj",),
-    "sglang.srt.managers.io_struct.ShutdownReq": (),
-    "sglang.srt.utils.cudacore_pyspy_dump_utils.collect_scheduler_processes": (),
-    "sglang.srt.layers.sampler.Sampler.forward": ("logits_output", "sampling_info"),
-}
+    RMSNorm(hidden_size, eps, var_hidden_size)
+sglang.srt.managers.tokenizer_manager
+    TokenizerManager.convert_logprob_style(meta_info, state, top_logprobs_num, token_ids_logprob,
+        return_text_in_logprobs, recv_obj, recv_obj_index)
+    TokenizerManager.add_logprob_to_meta_info(meta_info, state, top_logprobs_num, token_ids_logprob,
+        return_text_in_logprobs)
+    TokenizerManager._tokenize_texts(texts)
+    TokenizerManager.pause_generation
+    ServerStatus.Starting
+    SignalHandler.sigterm_handler
+    SignalHandler.running_phase_sigquit_handler
+    TokenizerManager._dispatch_to_scheduler(obj)
+    TokenizerManager.create_abort_task(obj)
+sglang.srt.entrypoints.engine
+    _set_envs_and_config(server_args)
+sglang.srt.utils.common
+    support_triton(backend)
+sglang.srt.utils.auth
+    decide_request_auth(path, api_key)
+    AuthDecision(allowed, error_status_code)
+sglang.srt.mem_cache.kv_cache_configurator
+    KVCacheConfigurator._build_mha_kv_pool(max_total_num_tokens, mha_pool_class)
+    # For models some of whose layers are linear attention.
+    KVCacheConfigurator._build_hybrid_linear_kv_pool(max_total_num_tokens, mha_pool_class)
+    KVCacheConfigurator._build_token_to_kv_pool(req_to_token_pool)
+sglang.srt.layers.attention.hybrid_linear_attn_backend
+    HybridLinearAttnBackend(full_attn_backend, linear_attn_backend)
+sglang.srt.mem_cache.allocator.base
+    BaseTokenToKVPoolAllocator.available_size
+    BaseTokenToKVPoolAllocator.free_segment(free_index, start_pos)
+sglang.srt.model_executor.pool_configurator
+    DefaultPoolConfigurator._compute_cell_size
+sglang.srt.managers.scheduler_components.batch_result_processor
+    release_kv_cache(req, tree_cache)
+sglang.srt.managers.scheduler
+    Scheduler.run_batch(batch)
+    Scheduler.process_input_requests(recv_reqs)
+    Scheduler.process_batch_result(batch, result)
+    Scheduler.abort_request(recv_req)
+    Scheduler.pause_generation(recv_req)
+    Scheduler.continue_generation(recv_req)
+    Scheduler.maybe_send_health_check_signal
+    Scheduler._add_request_to_queue(req)
+    Scheduler.is_fully_idle
+    Scheduler.on_idle
+    Scheduler.release_host_resources
+    Scheduler.flush_cache(empty_cache)
+sglang.srt.managers.schedule_batch
+    ScheduleBatch.cumulate_penalty_output_tokens
+    ScheduleBatch.init_new(reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache,
+        model_config, enable_overlap, spec_algorithm)
+    FINISH_ABORT(message, status_code, err_type)
+sglang.srt.managers.overlap_utils
+    FutureMap.stash
+    RelayPayload(bonus_tokens)
+sglang.srt.managers.utils
+    GenerationBatchResult(next_token_ids, copy_done)
+sglang.srt.sampling.sampling_batch_info
+    SamplingBatchInfo.from_schedule_batch(batch, vocab_size)
+sglang.srt.layers.radix_attention
+    RadixAttention.forward(forward_batch)
+sglang.srt.managers.load_snapshot
+    shm_path_for
+sglang.srt.managers.io_struct
+    AbortReq
+    ShutdownReq
+sglang.srt.distributed.bootstrap
+    init_distributed_environment(world_size, distributed_init_method, backend)
+torch.distributed
+    # SGLang calls both through `torch.distributed`, so that a hook on them is seen.
+    new_group(ranks, backend)
+    monitored_barrier(group)
+    Backend.register_backend(name, func, devices)
+sglang.srt.model_executor.runner.decode_cuda_graph_runner
+    DecodeCudaGraphRunner.capture_one_shape(size, forward, stream_idx, variant_label)
+    DecodeCudaGraphRunner._resolve_lora_variant(forward_batch)
+    DecodeCudaGraphRunner.capture
+    DecodeCudaGraphRunner._make_graph_key(size, stream_idx, variant_label)
+sglang.srt.model_executor.runner_backend.full_cuda_graph_backend
+    FullCudaGraphBackend.replay(shape_key, static_forward_batch)
+    FullCudaGraphBackend.replay_session
+    # Both use `_capture_stream`, which is replaced while some steps are captured.
+    FullCudaGraphBackend.capture_session(stream)
+    FullCudaGraphBackend.capture_one(shape_key, forward_fn)
+sglang.srt.layers.rotary_embedding.base
+    RotaryEmbedding(head_size, rotary_dim, is_neox_style)
+    LinearScalingRotaryEmbedding(head_size)
+sglang.srt.layers.rotary_embedding.rope_variant
+    Llama3RotaryEmbedding(head_size)
+    DynamicNTKScalingRotaryEmbedding(head_size)
+sglang.srt.layers.rotary_embedding.yarn
+    YaRNScalingRotaryEmbedding(head_size)
+sglang.srt.models.minimax_m2
+    MiniMaxM2RMSNormTP(hidden_size, eps)
+sglang.srt.models.utils
+    enable_fused_set_kv_buffer(forward_batch)
+sglang.srt.runtime_context
+    get_parallel
+sglang.srt.entrypoints.http_server
+    app.build_middleware_stack
+    _setup_and_run_http_server(server_args, tokenizer_manager, execute_warmup_func)
+sglang.srt.entrypoints.openai.serving_base
+    OpenAIServingBase.handle_request(request, raw_request)
+    OpenAIServingBase._convert_to_internal_request(request, raw_request)
+sglang.srt.entrypoints.openai.serving_tokenize
+    OpenAIServingTokenize._handle_non_streaming_request
+    OpenAIServingDetokenize._handle_non_streaming_request
+sglang.srt.utils.cudacore_pyspy_dump_utils
+    collect_scheduler_processes
+sglang.srt.layers.sampler
+    Sampler.forward(logits_output, sampling_info)
+""")
+"""Symbol -> parameters that we rely on, in every version that is taken."""
 
 
 def check_contract() -> None:
@@ -206,14 +166,14 @@ def check_contract() -> None:
 
     Raises `ContractError`, which names the version, or all that it lacks.
     """
-    version = sglang_versions.installed()
-    number = sglang_versions.check_version(version)
-    wanted = SYMBOLS | sglang_versions.symbols_of(number)
+    version = versions.installed()
+    number = versions.check_version(version)
+    wanted = SYMBOLS | versions.symbols_of(number)
     lacking = [text for name, needed in wanted.items() if (text := _lacking(name, needed))]
     if lacking:
         raise ContractError(
             f"sglang=={version} lacks {'; '.join(lacking)}: install sglang=={version} anew, or "
-            f"{sglang_versions.OLDEST}"
+            f"{versions.OLDEST}"
         )
 
 

@@ -8,14 +8,15 @@ routes. It knows nothing of SGLang; `shutdown` says when to drain, and ends the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
 
-import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandemkv.cache_rank.protocol.fault_points import reach
+from tandemkv.inference_rank.edge.refusal import error_body
 
 DRAIN_TIMEOUT_VARIABLE = "TANDEMKV_DRAIN_TIMEOUT_S"
 DEFAULT_DRAIN_TIMEOUT_S = 30.0
@@ -27,23 +28,13 @@ _FREE_PREFIXES = ("/tandemkv/", "/health", "/metrics")
 _TICK_S = 0.05
 _LOG = logging.getLogger(__name__)
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
-
 
 class Drain:
-    """State of one HTTP process. Belongs to its event loop.
-
-    Attributes
-    ----------
-    reason : str or None
-        Why new work is refused; None while it is not.
-    """
+    """State of one HTTP process. Belongs to its event loop."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        """Why new work is refused; None while it is not."""
         self._exchanges: set[_Exchange] = set()
 
     @property
@@ -68,13 +59,14 @@ class Drain:
         for exchange in list(self._exchanges):
             exchange.cut(reason)
 
-    def enter(self, exchange: _Exchange) -> None:
-        """Count a request that begins."""
+    @contextlib.contextmanager
+    def counted(self, exchange: _Exchange) -> Iterator[None]:
+        """Count a request until it has its answer, or has lost its client."""
         self._exchanges.add(exchange)
-
-    def leave(self, exchange: _Exchange) -> None:
-        """Count a request that has its answer, or lost its client."""
-        self._exchanges.discard(exchange)
+        try:
+            yield
+        finally:
+            self._exchanges.discard(exchange)
 
 
 class DrainMiddleware:
@@ -85,13 +77,13 @@ class DrainMiddleware:
     """
 
     def __init__(
-        self, app: Application, drain: Drain, on_startup: Callable[[], None] = lambda: None
+        self, app: ASGIApp, drain: Drain, on_startup: Callable[[], None] = lambda: None
     ) -> None:
         self._app = app
         self._drain = drain
         self._on_startup = on_startup
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] == "lifespan":
             self._on_startup()
@@ -103,11 +95,8 @@ class DrainMiddleware:
         if self._drain.reason is not None:
             await exchange.refuse(self._drain.reason)
             return
-        self._drain.enter(exchange)
-        try:
+        with self._drain.counted(exchange):
             await exchange.run(self._app(scope, receive, exchange.send))
-        finally:
-            self._drain.leave(exchange)
 
 
 class _Exchange:
@@ -154,17 +143,7 @@ class _Exchange:
 
     async def refuse(self, reason: str) -> None:
         """Send an error, as far as what was sent before allows."""
-        body = msgspec.json.encode(
-            {
-                "object": "error",
-                "error": {
-                    "message": reason,
-                    "type": "overloaded_error",
-                    "param": None,
-                    "code": 503,
-                },
-            }
-        )
+        body = error_body(503, reason, code=503)
         if self._has_begun:
             # A body that is no stream stays short of its end: the server closes the connection.
             if self._is_stream:

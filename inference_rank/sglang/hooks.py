@@ -22,34 +22,21 @@ from tandemkv.inference_rank.resume import hooks as resume_hooks
 
 from . import aborts, nodes, single_process_group, teacher_forcing
 from . import versions as sglang_versions
+from .pool import make_local_pool_class, resident_slots
 
 Hook = tuple[str, Callable[..., Any], HookType]
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-_BUILD_POOLS = f"{_CONFIGURATOR}._build_token_to_kv_pool"
-_BUILD_POOL = f"{_CONFIGURATOR}._build_mha_kv_pool"
-_BUILD_HYBRID_POOL = f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool"
 _CELL_SIZE = (
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 )
-_RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
-_NEW_GROUP = "torch.distributed.new_group"
-_MONITORED_BARRIER = "torch.distributed.monitored_barrier"
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
-_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention"
-_OTHER_NODE = "sglang.srt.entrypoints.engine.launch_dummy_health_check_server"
-_THREADS = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
-_LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
-_SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
-_ABORT_TASK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task"
-_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
-_FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
+_MANAGER = "sglang.srt.managers.tokenizer_manager"
+_SIGNALS = f"{_MANAGER}.SignalHandler"
 
-
-_num_rows = 0
-"""Rows of SGLang's request table, noted before the pool is built."""
 _req_to_token_pool: Any = None
+"""SGLang's request table, noted before the pool is built."""
 
 
 def register_backend(name: str) -> None:
@@ -75,45 +62,39 @@ def scheduler_hooks(backend: str) -> list[Hook]:
 
     Raises `SettingsError` if no settings were handed over.
     """
-    settings = runtime_module.settings_from_environment()
-    has_nodes = runtime_module.nodes_from_environment() is not None
-    elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
+    placement = runtime_module.settings_from_environment().placement
+    around: dict[str, Callable[..., Any]] = {
+        f"{_SCHEDULER}.on_idle": progress.around_idle,
+        f"{_SCHEDULER}.abort_request": aborts.around_abort,
+        f"{_SCHEDULER}.run_batch": _run_batch,
+        "sglang.srt.managers.load_snapshot.shm_path_for": _keep_loads_in_run_dir,
+        "sglang.srt.utils.common.support_triton": _never_triton(backend),
+        f"{_GRAPHS}.capture_one_shape": graph_variants.capture_each,
+        f"{_GRAPHS}._resolve_lora_variant": graph_variants.resolve,
+        f"{_CONFIGURATOR}._build_mha_kv_pool": _build_pool,
+        f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool": _build_pool,
+        "sglang.srt.distributed.bootstrap.init_distributed_environment": _meet_over_a_file,
+        "torch.distributed.new_group": single_process_group.around_new_group,
+        "torch.distributed.monitored_barrier": single_process_group.around_monitored_barrier,
+        "sglang.srt.layers.sampler.Sampler.forward": teacher_forcing.around_sampler,
+        # Some models let RoPE's kernel write K/V; the backend writes them, and not to this pool
+        # alone.
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer": lambda *_: False,
+        sglang_versions.adjustments(): _as_a_backend_with_sinks(backend),
+    }
+    if placement.has_far_pool:
+        around[_CELL_SIZE] = lambda *_, **__: 0  # the pool lies elsewhere
+    if runtime_module.nodes_from_environment() is not None:
+        around["sglang.srt.distributed.bootstrap._init_cpu_threads_env"] = nodes.around_threads
     return [
-        *(elsewhere if settings.placement.has_far_pool else []),
         (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
-        (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
-        (f"{_SCHEDULER}.abort_request", aborts.around_abort, HookType.AROUND),
-        (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),
-        (_LOADS, _keep_loads_in_run_dir, HookType.AROUND),
-        _support_triton_hook(backend),
-        (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_each, HookType.AROUND),
-        (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
+        ("sglang.srt.layers.radix_attention.RadixAttention.forward", progress.on_layer,
+         HookType.BEFORE),
+        (f"{_CONFIGURATOR}._build_token_to_kv_pool", _note_table, HookType.BEFORE),
         (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
-        (_BUILD_POOLS, _note_rows, HookType.BEFORE),
-        (_BUILD_POOL, _build_pool, HookType.AROUND),
-        (_BUILD_HYBRID_POOL, _build_pool, HookType.AROUND),
-        (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
-        *(resume_hooks.hooks() if settings.placement.maps_memory else []),
-        *_group_hooks(),
-        *([(_THREADS, nodes.around_threads, HookType.AROUND)] if has_nodes else []),
-        (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
-        (_FUSED_WRITE, _never_fused, HookType.AROUND),
-        (sglang_versions.adjustments(), _as_a_backend_with_sinks(backend), HookType.AROUND),
-    ]
-
-
-def _group_hooks() -> list[Hook]:
-    alone = single_process_group
-    return [
-        (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
-        (_NEW_GROUP, alone.around_new_group, HookType.AROUND),
-        (_MONITORED_BARRIER, alone.around_monitored_barrier, HookType.AROUND),
-    ]
-
-
-def _never_fused(_original: Callable[[Any], bool], _forward_batch: Any) -> bool:
-    # Some models let RoPE's kernel write K/V; the backend writes them, and not to this pool alone.
-    return False
+        *((target, hook, HookType.AROUND) for target, hook in around.items()),
+        *(resume_hooks.hooks() if placement.maps_memory else []),
+    ]  # fmt: skip
 
 
 def _as_a_backend_with_sinks(backend: str) -> Callable[..., None]:
@@ -125,53 +106,44 @@ def _as_a_backend_with_sinks(backend: str) -> Callable[..., None]:
     return adjust
 
 
-def _support_triton_hook(backend: str) -> Hook:
+def _never_triton(backend: str) -> Callable[..., bool]:
     # An unknown backend counts as Triton-capable, which a CPU is not.
-    def support_triton(original: Callable[[str], bool], name: str) -> bool:
-        return False if name == backend else original(name)
-
-    return ("sglang.srt.utils.common.support_triton", support_triton, HookType.AROUND)
-
-
-def _other_node_hooks() -> list[Hook]:
-    address = runtime_module.nodes_from_environment()
-    if address is None:
-        return []
-    return [(_OTHER_NODE, partial(nodes.serve_schedulers, address=address), HookType.AROUND)]
+    return lambda original, name: name != backend and original(name)
 
 
 def http_hooks() -> list[Hook]:
     """Hooks of the process that serves HTTP, or that has the schedulers of a host without it."""
-    from tandemkv.inference_rank.edge.hooks import AROUND
+    from tandemkv.inference_rank.edge import install
 
     from .http_routes import serve_http
     from .shutdown import around_sigquit, around_sigterm
     from .start_method import choose_start_method
 
+    around: dict[str, Callable[..., Any]] = {
+        **install.AROUND,
+        f"{_SIGNALS}.sigterm_handler": around_sigterm,
+        f"{_SIGNALS}.running_phase_sigquit_handler": around_sigquit,
+        f"{_MANAGER}.TokenizerManager.create_abort_task": aborts.around_abort_task,
+    }
+    address = runtime_module.nodes_from_environment()
+    if address is not None:
+        around["sglang.srt.entrypoints.engine.launch_dummy_health_check_server"] = partial(
+            nodes.serve_schedulers, address=address
+        )
     setup = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
     return [
-        *_other_node_hooks(),
         ("sglang.srt.entrypoints.engine._set_envs_and_config", choose_start_method, HookType.AFTER),
         (setup, serve_http, HookType.BEFORE),
-        *((target, hook, HookType.AROUND) for target, hook in AROUND.items()),
-        (f"{_SIGNALS}.sigterm_handler", around_sigterm, HookType.AROUND),
-        (f"{_SIGNALS}.running_phase_sigquit_handler", around_sigquit, HookType.AROUND),
-        (_ABORT_TASK, aborts.around_abort_task, HookType.AROUND),
+        *((target, hook, HookType.AROUND) for target, hook in around.items()),
     ]
 
 
-def _note_rows(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
-    global _num_rows, _req_to_token_pool
-    _num_rows = int(req_to_token_pool.req_to_token.shape[0])
+def _note_table(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
+    global _req_to_token_pool
     _req_to_token_pool = req_to_token_pool
 
 
 def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    from tandemkv.inference_rank.attention.pool import (
-        make_local_pool_class,
-        resident_slots,
-    )
-
     settings = runtime_module.settings_from_environment()
     selection, base = settings.selection, kwargs["mha_pool_class"]
     if settings.placement.maps_memory:
@@ -179,15 +151,12 @@ def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
 
         kwargs["mha_pool_class"] = make_shared_pool_class(base, self, _req_to_token_pool)
         return original(self, **kwargs)
-    extra = resident_slots(selection, _num_rows, int(self.pool_page_size))
+    num_rows = len(_req_to_token_pool.req_to_token)
+    extra = resident_slots(selection, num_rows, int(self.pool_page_size))
     config = read_config(Path(self.model_config.model_path))
     windowed = windowed_layers(config, architecture_of_config(config))
     kwargs["mha_pool_class"] = make_local_pool_class(base, extra, windowed)
     return original(self, **kwargs)
-
-
-def _no_cell_size(_original: Callable[..., int], *_: Any, **__: Any) -> int:
-    return 0
 
 
 def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,28 +182,25 @@ def _keep_loads_in_run_dir(_original: Callable[..., str], *_: Any, **__: Any) ->
     return str(runtime_module.run_dir_from_environment().path / "sglang-loads.shm")
 
 
-def _after_capture(_result: Any, graphs: Any, *_: Any, **__: Any) -> None:
-    runtime = runtime_module.current()
-    if runtime is not None and runtime.measurement is not None:
+@runtime_module.noted
+def _after_capture(runtime: Any, _result: Any, graphs: Any, *_: Any) -> None:
+    if runtime.measurement is not None:
         runtime.measurement.after_capture(graphs)
 
 
-def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any,
-               **kwargs: Any) -> Any:  # fmt: skip
-    runtime = runtime_module.current()
-    if runtime is None:
-        return original(scheduler, batch, *args, **kwargs)
+@runtime_module.around
+def _run_batch(
+    runtime: Any, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     _note_batch(runtime, batch)
     rows = [sglang_versions.row_of(req) for req in batch.reqs]
     runtime.rows_on_host = None if None in rows else rows
+    run = original if runtime.client is None else partial(runtime.passes.run, original)
     try:
-        if runtime.client is not None:
-            result = runtime.passes.run(original, scheduler, batch, *args, **kwargs)
-        else:
-            result = original(scheduler, batch, *args, **kwargs)
+        return run(scheduler, batch, *args, **kwargs)
     finally:
         runtime.rows_on_host = None
-    return result
 
 
 def _note_batch(runtime: Any, batch: Any) -> None:

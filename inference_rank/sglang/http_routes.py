@@ -18,8 +18,7 @@ from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank.edge import hooks as edge_hooks
-from tandemkv.inference_rank.edge.install import install, pause_reason
+from tandemkv.inference_rank.edge.install import AROUND, install, pause_reason
 
 from .contract import check_hooks_applied
 from .drain import DrainMiddleware
@@ -36,16 +35,12 @@ def serve_http(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add our routes to SGLang's application and the edge around it (BEFORE hook).
 
-    Raises
-    ------
-    SettingsError
-        If the edge cannot be as it is set.
-    ContractError
-        If SGLang did not apply a hook: it only logs that.
+    Raises `SettingsError` if the edge cannot be as it is set, and `ContractError` if SGLang did not
+    apply a hook: it only logs that.
     """
     from sglang.srt.entrypoints.http_server import app
 
-    check_hooks_applied(tuple(edge_hooks.AROUND))
+    check_hooks_applied(tuple(AROUND))
     add_routes(app, manager)
     with_key = install(app, server_args, manager, execute_warmup_func=execute_warmup_func)
     return (server_args, manager, *args), kwargs | {"execute_warmup_func": with_key}
@@ -106,34 +101,22 @@ def _is_warm(manager: Any) -> bool:
 
 
 async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str, Any]:
-    """Ask both ranks.
+    """Ask both ranks; `not_ready` says why this process answers no requests, whatever they say.
 
-    `not_ready` says why this process answers no requests now, whatever the ranks say.
-
-    Returns
-    -------
-    dict
-        ``ready``, ``inference_rank`` and ``cache_ranks``; a rank that does not answer has an
-        ``error`` instead of values. If this process alone is not ready also a ``reason``.
+    Returns ``ready``, ``inference_rank`` and ``cache_ranks``; a rank that does not answer has an
+    ``error`` instead of values. If this process alone is not ready also a ``reason``.
     """
-    collected = await _collect_ranks(run_dir)
-    if collected["ready"] and not_ready is not None:
-        collected |= {"ready": False, "reason": not_ready}
-    return collected
-
-
-async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
     placement = runtime_module.settings_from_environment().placement
     # Of other hosts the run directories are out of reach; each has metrics of its own.
     sockets = [run_dir.of_rank(rank).heartbeat_socket for rank in placement.engines_of(0)]
     inference, *cache_ranks = await asyncio.gather(
         *(asyncio.to_thread(_ask, socket) for socket in (run_dir.inference_socket, *sockets))
     )
-    return {
-        "ready": bool(inference.get("ready")),  # requests wait while a lost cache rank comes back
-        "inference_rank": inference,
-        "cache_ranks": cache_ranks,
-    }
+    is_ready = bool(inference.get("ready"))  # requests wait while a lost cache rank comes back
+    collected = {"ready": is_ready, "inference_rank": inference, "cache_ranks": cache_ranks}
+    if is_ready and not_ready is not None:
+        collected |= {"ready": False, "reason": not_ready}
+    return collected
 
 
 def _ask(socket_path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,21 @@ from .live_model import architecture_of, layers_of
 
 LayerInput = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 LayerNormed = Callable[[int, torch.Tensor], None]
+
+
+def put_stream(
+    out: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+) -> None:
+    """Write the residual stream, ``hidden_states + residual``, to the first rows of `out`.
+
+    The decoder layer adds and normalises its inputs in place, so what is read beside it must be a
+    copy.
+    """
+    out = out[: len(hidden_states)]
+    if residual is None:
+        out.copy_(hidden_states)
+    else:
+        torch.add(hidden_states, residual, out=out)
 
 
 def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
@@ -29,18 +45,14 @@ def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
     called as a module.
     """
 
-    def hook_for(layer: int, names: tuple[str, ...]) -> Callable[..., None]:
-        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            bound = {**dict(zip(names, args)), **kwargs}  # noqa: B905
-            if getattr(bound["hidden_states"], "_sglang_needs_allreduce_fusion", False):
-                raise ContractError(
-                    "SGLang fuses a layer's all-reduce into the next layer's norm, so its input "
-                    "is not the residual stream; disable that fusion in SGLang "
-                    "(--enforce-disable-flashinfer-allreduce-fusion)"
-                )
-            on_layer_input(layer, bound["hidden_states"], bound.get("residual"))
-
-        return hook
+    def read(layer: int, given: dict[str, Any]) -> None:
+        if getattr(given["hidden_states"], "_sglang_needs_allreduce_fusion", False):
+            raise ContractError(
+                "SGLang fuses a layer's all-reduce into the next layer's norm, so its input "
+                "is not the residual stream; disable that fusion in SGLang "
+                "(--enforce-disable-flashinfer-allreduce-fusion)"
+            )
+        on_layer_input(layer, given["hidden_states"], given.get("residual"))
 
     for index, module in enumerate(layers_of(model)):
         names = tuple(inspect.signature(module.forward).parameters)
@@ -51,7 +63,7 @@ def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
             )
         norm = architecture_of(model).attention_norm
         if "residual" in names or norm is None:
-            module.register_forward_pre_hook(hook_for(index, names), with_kwargs=True)
+            _before(module, partial(read, index))
         else:
             _read_behind_norm(index, module, norm, on_layer_input)
 
@@ -94,15 +106,17 @@ def install_norm_hooks(model: Any, on_normed: LayerNormed) -> None:
     attention reads the stream as it is, the hook is on the attention, before it. Raises
     `ContractError` if a layer lacks the norm that its architecture has.
     """
+
+    def read(layer: int, given: dict[str, Any]) -> None:
+        on_normed(layer, given["hidden_states"])
+
     name = architecture_of(model).attention_norm
     for index, module in enumerate(layers_of(model)):
         if name is None:
             attention = getattr(module, "self_attn", None)
             if attention is None:
                 raise _lacks(module, "self_attn")
-            names = tuple(inspect.signature(attention.forward).parameters)
-            hook = _before_attention(index, names, on_normed)
-            attention.register_forward_pre_hook(hook, with_kwargs=True)
+            _before(attention, partial(read, index))
             continue
         norm = getattr(module, name, None)
         if norm is None:
@@ -117,13 +131,14 @@ def _behind_norm(layer: int, on_normed: LayerNormed) -> Callable[..., None]:
     return hook
 
 
-def _before_attention(
-    layer: int, names: tuple[str, ...], on_normed: LayerNormed
-) -> Callable[..., None]:
-    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        on_normed(layer, {**dict(zip(names, args)), **kwargs}["hidden_states"])  # noqa: B905
+def _before(module: Any, act: Callable[[dict[str, Any]], None]) -> None:
+    """Call `act` with the arguments of each call of `module`, by name."""
+    names = tuple(inspect.signature(module.forward).parameters)
 
-    return hook
+    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        act({**dict(zip(names, args)), **kwargs})  # noqa: B905
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _lacks(module: Any, name: str) -> ContractError:

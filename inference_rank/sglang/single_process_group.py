@@ -22,6 +22,7 @@ _GLOO = "gloo"
 # Their stubs know nothing of process groups written in Python.
 _dist: Any = torch.distributed
 _c10d: Any = _distributed_c10d
+_Tensors = Sequence[torch.Tensor]
 
 
 class SingleProcessGroup(_dist.ProcessGroup):
@@ -44,7 +45,7 @@ class SingleProcessGroup(_dist.ProcessGroup):
         """Name for torch's logs and errors."""
         return NAME
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+    def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """Leave `tensors`: the sum over one process is its own value."""
         return _done(tensors)
 
@@ -56,41 +57,26 @@ class SingleProcessGroup(_dist.ProcessGroup):
         """Nobody has to be waited for."""
         return _done([])
 
-    def allgather(
-        self,
-        outputs: Sequence[Sequence[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
-        opts: Any = None,
-    ) -> Any:
+    def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Copy each input to the one output of its list."""
         return _copy([out for (out,) in outputs], inputs)
 
     gather = allgather
 
     def allgather_coalesced(
-        self,
-        outputs: Sequence[Sequence[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
-        opts: Any = None,
+        self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None
     ) -> Any:
         """Copy the inputs to the outputs of the one process."""
         (own,) = outputs
         return _copy(own, inputs)
 
-    def scatter(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[Sequence[torch.Tensor]],
-        opts: Any = None,
-    ) -> Any:
+    def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
         """Copy the one input of each list to its output."""
         return _copy(outputs, [tensor for (tensor,) in inputs])
 
     reduce_scatter = scatter
 
-    def alltoall(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> Any:
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Copy the inputs to the outputs."""
         return _copy(outputs, inputs)
 
@@ -110,13 +96,9 @@ class SingleProcessGroup(_dist.ProcessGroup):
     _reduce_scatter_base = all_gather_single
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        _output_splits: Sequence[int] | None = None,
-        _input_splits: Sequence[int] | None = None,
-        opts: Any = None,
-    ) -> Any:
+        self, output: torch.Tensor, source: torch.Tensor, _output_splits: Any = None,
+        _input_splits: Any = None, opts: Any = None,
+    ) -> Any:  # fmt: skip
         """Copy the input to the output."""
         return _copy([output], [source])
 
@@ -163,13 +145,13 @@ def _create(_store: Any, rank: int, size: int, _timeout: Any) -> SingleProcessGr
     return SingleProcessGroup(rank, size)
 
 
-def _copy(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+def _copy(outputs: _Tensors, inputs: _Tensors) -> Any:
     for output, source in zip(outputs, inputs, strict=True):
         output.copy_(source)
     return _done(outputs)
 
 
-def _done(tensors: Sequence[torch.Tensor]) -> Any:
+def _done(tensors: _Tensors) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(list(tensors))
     return _c10d._create_work_from_future(future)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 _LOG = logging.getLogger(__name__)
 
@@ -21,13 +22,8 @@ def choose_start_method(_result: None, server_args: Any, *_: Any, **__: Any) -> 
 
     A copy has the calling thread alone: what another thread has locked would stay locked.
     """
-    threads = num_threads()
+    threads = psutil.Process().num_threads()  # those of libraries included
     if server_args.device != "cpu" or threads != 1:
         _LOG.info("processes are started anew: device %s, %d threads", server_args.device, threads)
         return
     multiprocessing.set_start_method("fork", force=True)
-
-
-def num_threads() -> int:
-    """Return how many threads this process has, those of libraries included."""
-    return len(list(Path("/proc/self/task").iterdir()))

@@ -17,13 +17,13 @@ import torch
 from tandemkv.inference_rank import runtime as runtime_module
 
 
+@runtime_module.around
 def around_sampler(
-    original: Callable[..., torch.Tensor], sampler: Any, logits_output: Any, *args: Any,
-    **kwargs: Any
+    runtime: Any, original: Callable[..., torch.Tensor], sampler: Any, logits_output: Any,
+    *args: Any, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Replace the sampled ids, and their logprobs, of requests that force theirs."""
-    runtime = runtime_module.current()
-    if runtime is None or not runtime.settings.evaluation:
+    if not runtime.settings.evaluation:
         return original(sampler, logits_output, *args, **kwargs)
     forced = [
         _forced_token(req, length)

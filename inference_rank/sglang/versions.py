@@ -25,8 +25,6 @@ OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 RUN_ON_CPU, RUN_ON_GPU = (OLDEST, NEWEST), (OLDEST,)
 
 # What changed, by the last number of the first version that has it.
-_READ_ENDS = 18
-"""A backend says how long a step reads the request table, else rows are given away too early."""
 _KV_RECORD = 19
 """A request's row and lengths moved from the request to `Req.kv`, which is there without a row."""
 _NO_SERVER_ARGS = 19
@@ -40,48 +38,36 @@ _KEY_IN_BAG = 20
 _CHECKPOINT = 22
 """`release_kv_cache` takes `checkpoint` where it took `is_insert`."""
 
-_SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
-_RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _MODEL = "sglang.srt.arg_groups.model_hook"
 _LAST = int(NEWEST.rpartition(".")[2])
 
-# First and last number, symbol, parameters (or fields) that are relied on.
-_SYMBOLS: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
-    (17, _KV_RECORD - 1, f"{_SCHEDULE_BATCH}.ReqKvInfo", ("kv_allocated_len",)),
-    (
-        _KV_RECORD,
-        _LAST,
-        f"{_SCHEDULE_BATCH}.ReqKvInfo",
-        ("req_pool_idx", "kv_committed_len", "kv_allocated_len"),
-    ),
-    (
-        17,
-        _NO_SERVER_ARGS - 1,
-        f"{_SCHEDULE_BATCH}.release_req",
-        ("req", "remaing_req_count", "server_args", "hisparse_coordinator"),
-    ),
-    (
-        _NO_SERVER_ARGS,
-        _LAST,
-        f"{_SCHEDULE_BATCH}.release_req",
-        ("req", "remaing_req_count", "hisparse_coordinator"),
-    ),
-    (17, _CHECKPOINT - 1, _RELEASE, ("req", "tree_cache", "is_insert")),
-    (_CHECKPOINT, _LAST, _RELEASE, ("req", "tree_cache", "checkpoint")),
-    (_READ_ENDS, _LAST, "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds.UNKNOWN", ()),
-    (
-        _TRANSLATOR,
-        _LAST,
-        "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator",
-        ("req_to_token",),
-    ),
-    (17, _MODEL_HOOK - 1, f"{_ARGS}._handle_model_specific_adjustments", ()),
-    (17, _MODEL_HOOK - 1, f"{_ARGS}._resolved_attention_backends", ()),
-    (_MODEL_HOOK, _LAST, f"{_MODEL}.handle_model_specific_adjustments", ("server_args",)),
-    (_MODEL_HOOK, _LAST, f"{_MODEL}.attention_backends_of", ("cfg",)),
-    (_KEY_IN_BAG, _LAST, "sglang.srt.entrypoints.http_server.get_serving", ()),
-)
+# First and last number of versions, and what is relied on in them alone.
+_SYMBOLS = (
+    (17, 18, """
+sglang.srt.managers.schedule_batch
+    ReqKvInfo(kv_allocated_len)
+    release_req(req, remaing_req_count, server_args, hisparse_coordinator)
+sglang.srt.server_args
+    ServerArgs._handle_model_specific_adjustments
+    ServerArgs._resolved_attention_backends
+"""),
+    (19, _LAST, """
+sglang.srt.managers.schedule_batch
+    ReqKvInfo(req_pool_idx, kv_committed_len, kv_allocated_len)
+    release_req(req, remaing_req_count, hisparse_coordinator)
+sglang.srt.mem_cache.kv_index_translator
+    KVIndexTranslator(req_to_token)
+sglang.srt.arg_groups.model_hook
+    handle_model_specific_adjustments(server_args)
+    attention_backends_of(cfg)
+"""),
+    (17, 21, "sglang.srt.mem_cache.common\n    release_kv_cache(req, tree_cache, is_insert)"),
+    (22, _LAST, "sglang.srt.mem_cache.common\n    release_kv_cache(req, tree_cache, checkpoint)"),
+    # A backend says how long a step reads the request table, else rows are given away too early.
+    (18, _LAST, "sglang.srt.layers.attention.base_attn_backend\n    SharedReadEnds.UNKNOWN"),
+    (20, _LAST, "sglang.srt.entrypoints.http_server\n    get_serving"),
+)  # fmt: skip
 
 
 def check_version(version: str | None) -> int:
@@ -122,7 +108,22 @@ def installed() -> str | None:
 
 def symbols_of(number: int) -> dict[str, tuple[str, ...]]:
     """Return what is used of ``0.5.<number>`` and is not the same in all versions, by symbol."""
-    return {name: needed for first, last, name, needed in _SYMBOLS if first <= number <= last}
+    parts = (text for first, last, text in _SYMBOLS if first <= number <= last)
+    return parsed_symbols("\n".join(parts))
+
+
+def parsed_symbols(text: str) -> dict[str, tuple[str, ...]]:
+    """Return the parameters (or fields) of each symbol of `text`, by its whole name.
+
+    A line without indent is a module, those behind it are ``name(parameters)`` in it, or comments.
+    """
+    found, module = dict[str, tuple[str, ...]](), ""
+    for line in re.finditer(r"^(\S+)$|^ {4}([\w.]+)(?:\(([^)]*)\))?", text, re.MULTILINE):
+        if line[1]:
+            module = line[1]
+        else:
+            found[f"{module}.{line[2]}"] = tuple(re.findall(r"\w+", line[3] or ""))
+    return found
 
 
 @functools.cache
@@ -244,6 +245,13 @@ def tensor_size() -> int:
     return int(get_parallel().tp_size)
 
 
+def tensor_group() -> Any:
+    """Return torch's process group of CPUs of that group."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().cpu_group
+
+
 # -- arguments ---------------------------------------------------------------------------
 
 
@@ -286,7 +294,7 @@ def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:
     ``Authorization: Bearer``.
     """
     if _number() < _KEY_IN_BAG:
-        return send(_With(server_args, api_key=key))
+        return send(With(server_args, api_key=key))
     from sglang.srt.entrypoints import http_server
 
     original, thread = http_server.get_serving, threading.get_ident()
@@ -294,7 +302,7 @@ def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:
     def get_serving() -> Any:
         # Others that ask meanwhile are the handlers of requests: for them there is no key.
         found = original()
-        return _With(found, api_key=key) if threading.get_ident() == thread else found
+        return With(found, api_key=key) if threading.get_ident() == thread else found
 
     http_server.get_serving = get_serving
     try:
@@ -303,7 +311,7 @@ def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:
         http_server.get_serving = original
 
 
-class _With:
+class With:
     """An object of SGLang's with some attributes changed."""
 
     def __init__(self, original: Any, **changed: Any) -> None:

@@ -54,18 +54,10 @@ def measure_layer(
     batch: int,
     attended: int,
 ) -> LayerTime:
-    """Time what a decoder layer's weights and its attention to `attended` tokens take.
+    """Time what the weights of SGLang's decoder `layer` and its attention take.
 
-    Parameters
-    ----------
-    layer : Any
-        SGLang's decoder layer. Its weights are only read.
-    keys, values : torch.Tensor
-        ``[num_slots, H, D]``: a layer's pool, as attention reads it. Only read.
-    model : ModelSpec
-        Heads of this rank.
-    batch, attended : int
-        Requests, and tokens that each attends to.
+    `batch` requests attend to `attended` tokens each, in ``keys, values [num_slots, H, D]``.
+    Nothing of that is written to. `model` has the heads of this rank.
     """
     dtype, device = getattr(torch, model.dtype), keys.device
     query = keys.new_ones((batch, model.num_qo_heads, model.head_dim), dtype=dtype)

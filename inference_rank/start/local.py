@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from msgspec import structs
 
 from tandemkv.cache_rank.protocol.engine import (
-    Allocate,
     DenseLengths,
     Engine,
     EnginePools,
@@ -32,24 +32,19 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
-from tandemkv.inference_rank.attention.native_sinks import NativeSinks
-from tandemkv.inference_rank.attention.native_verify import NativeVerify
-from tandemkv.inference_rank.attention.pool import layers_of_pool, token_slots
+from tandemkv.inference_rank.attention.native import NativeAttention
 from tandemkv.inference_rank.attention.prefix_staging import PrefixStaging
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
-from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
-from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.attention.sample_set import make_log_weights, zeros_on
-from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
+from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
+from tandemkv.inference_rank.attention.samples import StepSamples, zeros_on
 from tandemkv.inference_rank.counters import Counters
-from tandemkv.inference_rank.gpu_index import with_index
 from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
-from tandemkv.inference_rank.links.pool import rank_model_spec
+from tandemkv.inference_rank.links.pool import rank_model_spec, with_index
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace
-from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
+from tandemkv.inference_rank.refresh import RefreshSchedule, schedule_for
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.inference_rank.sglang.live_model import (
     architecture_of,
@@ -57,7 +52,7 @@ from tandemkv.inference_rank.sglang.live_model import (
     check_live_attention,
     layers_of,
 )
-from tandemkv.inference_rank.sglang.occupancy import Occupancy
+from tandemkv.inference_rank.sglang.pool import Occupancy, layers_of_pool, token_slots
 from tandemkv.inference_rank.weights.query_checkpoint import checkpoint_of
 
 from .measurement import StartMeasurement, agree_over_ranks
@@ -76,19 +71,15 @@ class LocalRuntime(runtime_module.Runtime):
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
+        plan = self.measurement.plan
         own = {
             "cache_rank_up": 1.0,
             "index_bytes": float(self.rank.nbytes),
             **self.rank.last_counters(),
-            **self.measurement.plan.values(),
+            **plan.values(),
         }
-        return StatusReply(
-            role="inference_rank",
-            epoch=1,
-            ready=True,
-            values=self.values() | own,
-            info=self.info() | {"lost_reason": "", **self.measurement.plan.info()},
-        )
+        told = {"lost_reason": "", **plan.info()}
+        return self.reply(epoch=1, ready=True, values=own, info=told)
 
 
 def create_backend(runner: Any) -> ResidentBackend:
@@ -148,6 +139,8 @@ def live_predictor(
 
     Or by a file of fitted ones; raises `SettingsError` if that does not fit.
     """
+    num_ranks = sglang_versions.tensor_size()
+    whole = structs.replace(model, num_qo_heads=num_ranks * model.num_qo_heads)
     dtype = settings.selection.predictor_dtype_of(on_second_gpu=settings.placement.has_far_pool)
     return LiveQueryPredictor(
         runner.model,
@@ -158,15 +151,10 @@ def live_predictor(
             is_int8=dtype == "int8",
             dtype=runner.dtype,
             checkpoint=checkpoint_of(runner),
-            fitted=FittedQueries.of(settings.selection, _whole(model)),
+            fitted=FittedQueries.of(settings.selection, whole),
         ),
         skipped=model.other_layers,
     )
-
-
-def _whole(model: ModelSpec) -> ModelSpec:
-    """Return `model`, that of a tensor-parallel rank, with the query heads of all ranks."""
-    return structs.replace(model, num_qo_heads=sglang_versions.tensor_size() * model.num_qo_heads)
 
 
 def backend_of(
@@ -188,11 +176,17 @@ def backend_of(
         home,
         cache_device=cache_device,
         is_far=is_far,
-        seed_window=selection.seed_window,
+        selection=selection,
         dense=dense_steps(selection),
-        num_resident=selection.num_resident,
         runtime=runtime,
-        probe=attention_probe(runner, settings, runtime.model, home, link),
+        probe=AttentionProbe.from_environment(
+            settings=settings,
+            has_graphs=str(runner.device) != "cpu" and not runner.server_args.disable_cuda_graph,
+            model=runtime.model,
+            keys=layers_of_pool(runner.token_to_kv_pool, runtime.model.num_layers)[0],
+            resident_positions=link.resident_positions,
+            log_weight=None if home.samples is None else home.samples.log_weight,
+        ),
         staging=prefix_staging(runner, runtime, full),
     )
 
@@ -231,30 +225,17 @@ def _heads_before(runner: Any) -> int:
     )
 
 
-def attention_probe(
-    runner: Any, settings: RankSettings, model: ModelSpec, home: ResidentHome, link: Link
-) -> AttentionProbe | None:
-    """Return the probe that the environment asks for, if any; see `AttentionProbe`."""
-    args = runner.server_args
-    return AttentionProbe.from_environment(
-        model=model,
-        settings=settings,
-        keys=layers_of_pool(runner.token_to_kv_pool, model.num_layers)[0],
-        resident_positions=link.resident_positions,
-        log_weight=None if home.samples is None else home.samples.log_weight,
-        has_graphs=str(runner.device) != "cpu" and not args.disable_cuda_graph,
-    )
-
-
 def refresh_for(runner: Any, selection: SelectionSettings) -> RefreshSchedule:
     """Return which steps of a sparse request are slow.
 
     Raises `SettingsError` if that is told by tokens, and the model's vocabulary has none of those.
     """
 
-    def load() -> Vocabulary:
+    def load() -> Any:
+        from transformers import AutoTokenizer
+
         path = runner.server_args.tokenizer_path or str(runner.model_config.model_path)
-        return runtime_module.tokenizer_of(path)
+        return AutoTokenizer.from_pretrained(path)
 
     return schedule_for(selection, load)
 
@@ -273,35 +254,29 @@ def make_home(
     Raises `ContractError` if the plugin did not build SGLang's pool.
     """
     selection, pool = settings.selection, runner.token_to_kv_pool
-    rows1 = int(runner.req_to_token_pool.req_to_token.shape[0])
-    width, num_slots = selection.num_resident, token_slots(pool)
-    sizes: dict[str, Any] = {"num_recent": selection.num_recent_tokens, "max_batch": rows1 - 1}
-    sample_sizes = {**sizes, "num_sink": selection.num_sink_tokens}
-    sample_sizes["query"] = (model.num_qo_heads, model.head_dim)
-    num_dense = dense_steps(selection).num_dense
-    sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
-    longest = model.max_context if selection.declared.has_slow_steps else 0
-    mapped = getattr(pool, "mapped", None)
+    rows1, num_slots = int(runner.req_to_token_pool.req_to_token.shape[0]), token_slots(pool)
+    width, is_on_host = selection.num_resident, settings.placement.host_engine
+    sizes: dict[str, Any] = {
+        "num_resident": width,
+        "num_recent": selection.num_recent_tokens,
+        "num_dense": dense_steps(selection).num_dense,
+        "max_batch": rows1 - 1,
+        "device": device,
+    }
+    mapped: MappedTensors | None = getattr(pool, "mapped", None)
+    allocate = zeros_on(device)
+    if mapped is not None and not is_on_host:  # such an engine writes to no sets
+        allocate = partial(mapped.allocate, home="inference")
     if settings.placement.has_far_pool:
-        keeps_sink = settings.placement.host_engine  # and no engine writes to the sets
-        allocate = None if mapped is None or keeps_sink else _beside_the_model(mapped)
-        resident = ResidentSet(model, selection, rows1 - 1, device, allocate)
-        own = None
-        if resident.samples is not None:
-            own = OwnSamples(
-                resident.samples, num_resident=width, num_dense=num_dense, **sample_sizes
-            )
-        return OwnSet(pool, RingTable(**sizes), resident, own, keeps_sink=keeps_sink)
+        table = RingTable(**sizes)
+        return OwnSet(pool, table, model, selection, allocate, keeps_sink=is_on_host)
+    longest = model.max_context if selection.declared.has_slow_steps else 0
     shape = (rows1, width, model.num_kv_heads, model.head_dim)
     sets = _behind_tokens(layers_of_pool(pool, model.num_layers), num_slots, shape, model)
     samples = None
     if selection.num_samples:
-        if mapped is not None:
-            log_weight = mapped["sample_log_weight"].fill_(float("-inf"))
-        else:
-            log_weight = make_log_weights(model, selection, rows1 - 1, zeros_on(device))
-        samples = PoolSamples(pool, log_weight, **sample_sizes)
-    return PoolTail(
+        samples = StepSamples(pool, model, selection, rows1 - 1, allocate)
+    return ResidentHome(
         pool, AttendTable(**sizes, first_slot=num_slots, longest=longest), sets, samples
     )
 
@@ -331,33 +306,17 @@ def _behind_tokens(
     return sets
 
 
-def _beside_the_model(mapped: MappedTensors) -> Allocate:
-    """Return what gives the tensors on the model's GPU, which the engine writes to."""
-
-    def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return mapped.allocate(name, shape, dtype, "inference")
-
-    return allocate
-
-
 def full_backend(runner: Any) -> Any:
     """SGLang's own attention backend for the device, one that takes sinks if the model has them."""
-    is_cuda = torch.device(runner.device).type == "cuda"
+    if torch.device(runner.device).type == "cpu":
+        return NativeAttention(runner)
     if architecture_of(runner.model).has_sinks:
-        if not is_cuda:
-            return NativeSinks(runner)
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
         return TritonAttnBackend(runner)
-    if is_cuda:
-        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-        return FlashInferAttnBackend(runner, init_new_workspace=True)
-    if runner.server_args.speculative_algorithm:
-        return NativeVerify(runner)
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    return TorchNativeAttnBackend(runner)
+    return FlashInferAttnBackend(runner, init_new_workspace=True)
 
 
 def local_model_spec(runner: Any) -> ModelSpec:

@@ -21,10 +21,11 @@ from tandemkv.cache_rank.protocol.engine import (
 )
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.inference_rank.sglang.live_model import own_backend
 
 from .layer_time import LayerTime, measure_layer, measure_replay
-from .plan import StartPlan, make_plan
+from .plan import StartPlan
 
 _LOG = logging.getLogger(__name__)
 
@@ -174,19 +175,17 @@ class StartMeasurement:
 
     def _make_plan(self) -> StartPlan:
         selection = self._settings.selection
-        return make_plan(
-            selection,
+        return StartPlan(
+            settings=selection,
             measured=self._selection,
             layer=self._layer,
             is_cuda=self._device.type == "cuda",
             dense_tokens=DenseLengths.of(selection, selection.num_resident).num_dense,
             scanned=self._rank.program.scanned_share,
-            reason=self._reason,
+            note=self._reason,
         )
 
 
 def agree_over_ranks(figures: list[float]) -> list[float]:
     """Return the largest of each figure over SGLang's tensor-parallel group."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    return all_reduce_max(get_tp_group().cpu_group, figures)
+    return all_reduce_max(sglang_versions.tensor_group(), figures)

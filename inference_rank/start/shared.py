@@ -10,7 +10,6 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.messages import StatusReply
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.models.predictor_weights import num_positions, put_weights
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
@@ -20,12 +19,13 @@ from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
 from tandemkv.inference_rank.links.pool import rank_run_dir
 from tandemkv.inference_rank.links.sharded import ShardedConnection, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
-from tandemkv.inference_rank.links.signals import HostSignals, LinkSignals, StreamSignals
-from tandemkv.inference_rank.resume.agreement import tensor_parallel
+from tandemkv.inference_rank.links.signals import HostSignals, StreamSignals
+from tandemkv.inference_rank.resume.agreement import Agreement
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 from tandemkv.inference_rank.resume.recovery import Recovery, State
-from tandemkv.inference_rank.sglang.occupancy import Occupancy
+from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.inference_rank.sglang.pool import Occupancy
 
 from .local import (
     backend_of,
@@ -52,7 +52,7 @@ class SharedRuntime(runtime_module.Runtime):
 
     def follow(self, link: SharedLink, backend: ResidentBackend) -> None:
         """Follow the passes of `backend`, so that lost ones can be done again."""
-        agreement = tensor_parallel()
+        agreement = Agreement(sglang_versions.tensor_group())
         self.passes = PassLog(self.client, link, backend, self.counters, agreement)
         self.recovery = Recovery(
             self.client,
@@ -81,7 +81,7 @@ class SharedRuntime(runtime_module.Runtime):
         own = {
             "cache_rank_up": float(self.recovery.state is State.SERVING),
             "pause_s": self.recovery.pause_s,
-            "mapped_bytes": float(self.mapped_bytes + self.client.own_bytes),
+            "mapped_bytes": float(self.mapped_bytes + sum(x.own_bytes for x in self.client.parts)),
             "plan_refresh_steps": float(selection.refresh_steps),
             "plan_dense_tokens": float(dense.num_dense),
         }
@@ -91,13 +91,8 @@ class SharedRuntime(runtime_module.Runtime):
             "plan_placement": "a process of its own, in shared memory" + _where(self.settings),
             "plan_note": "not measured in another process; see exchange_wait_us_total",
         }
-        return StatusReply(
-            role="inference_rank",
-            epoch=self.client.epoch,
-            ready=not self.recovery.is_down,
-            values=self.values() | own,
-            info=self.info() | told,
-        )
+        is_ready = not self.recovery.is_down
+        return self.reply(epoch=self.client.epoch, ready=is_ready, values=own, info=told)
 
 
 def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBackend:
@@ -110,12 +105,20 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     pool, selection = runner.token_to_kv_pool, settings.selection
     home = make_home(runner, settings, model, device)
     counters = Counters()
-    connection = _connection(settings, model, pool, counters)
+    placement = settings.placement
+    connection = make_connection(
+        run_dirs=[rank_run_dir(placement, n) for n in range(placement.head_shards)],
+        settings=settings,
+        model=model,
+        sizes=pool.mapped_sizes,
+        kept=pool.mapped,
+        counters=counters,
+    )
     if selection.declared.predicts_from_hidden:
         predictor = live_predictor(runner, settings, model, device=device)
         predictor.load()
         layers, cos_sin = predictor.weights()
-        if settings.placement.has_far_host:  # they travel, and the other host has a bound on them
+        if placement.has_far_host:  # they travel, and the other host has a bound on them
             cos_sin = cos_sin[: num_positions(model, settings.cache.capacity_tokens)]
         if pool.mapped.homes.are_on_gpu:  # what a step reads all of lies where it is read
             for part in connection.parts:
@@ -136,10 +139,10 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     )
     link = _link(connection, runtime, pool)
     link.hook(runner.model)
-    is_far = settings.placement.has_far_pool
+    is_far = placement.has_far_pool
     cache_device = pool.mapped.homes.engine if is_far else device
     # Exact layers read host memory from here.
-    is_far = is_far and not settings.placement.host_engine
+    is_far = is_far and not placement.host_engine
     backend = backend_of(runner, runtime, link, home, cache_device=cache_device, is_far=is_far)
     runtime.follow(link, backend)
     runtime_module.set_current(runtime)
@@ -155,28 +158,13 @@ def _where(settings: RankSettings) -> str:
     return on_gpus if placement.has_far_pool else ""
 
 
-def _connection(
-    settings: RankSettings, model: ModelSpec, pool: Any, counters: Counters
-) -> SharedConnection | ShardedConnection:
-    """Return what leads to the cache rank, or to the several that share the KV heads."""
-    placement = settings.placement
-    return make_connection(
-        run_dirs=[rank_run_dir(placement, n) for n in range(placement.head_shards)],
-        settings=settings,
-        model=model,
-        sizes=pool.mapped_sizes,
-        kept=pool.mapped,
-        counters=counters,
-    )
-
-
 def _link(
     connection: SharedConnection | ShardedConnection, runtime: SharedRuntime, pool: Any
 ) -> SharedLink:
     """Return the link to the engines' processes, which waits on a GPU or on the host."""
     settings, num_layers = runtime.settings, runtime.model.num_layers
     is_far = settings.placement.has_far_pool
-    signals: LinkSignals
+    signals: HostSignals
     if pool.mapped.homes.are_on_gpu:
         limit = limit_s(settings.exchange)
         if pool.mapped.homes.host_engine:  # as a CPU takes its time: one that is lost is noticed

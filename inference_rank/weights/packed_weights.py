@@ -10,7 +10,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.models.weight_formats import WeightFormat
 
-from .dequantize import dequantize_awq, dequantize_gptq, zero_points
+from .dequantize import dequantize_groups, unpack
 from .stored_tensors import StoredTensor
 
 
@@ -27,6 +27,8 @@ class Layout:
     """Whether the first dimension is that of the matrix's rows; else that of its columns."""
     rows_in_word: bool = False
     """Whether a word of `codes` has several rows, and not several columns."""
+    order: tuple[int, ...] = ()
+    """Which bits of a word, counted from the lowest, hold each of its integers; see `unpack`."""
 
     def shape(self, columns: int, rows: int) -> tuple[int, int]:
         """Return the shape of a part that has so many of both."""
@@ -40,7 +42,7 @@ class Layout:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "awq": Layout(rows_in_word=True),
+    "awq": Layout(rows_in_word=True, order=(0, 4, 1, 5, 2, 6, 3, 7)),
     "gptq": Layout(),
     "compressed": Layout(
         codes="weight_packed",
@@ -58,12 +60,8 @@ def check_packed(
 ) -> None:
     """Check the headers of a packed matrix.
 
-    Raises
-    ------
-    ValueError
-        What is wrong with it.
-    UnsupportedModelError
-        If a tensor has another shape.
+    Raises `ValueError`, with what is wrong, or `UnsupportedModelError` if a tensor has another
+    shape.
     """
     layout = LAYOUTS[found.packing]
     needed = [layout.codes, layout.scales]
@@ -104,43 +102,28 @@ def read_packed(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return rows of a matrix that `check_packed` has let pass.
+    """Return rows ``[len(rows), num_columns]`` of a matrix that `check_packed` has let pass.
 
-    Parameters
-    ----------
-    parts, found : Mapping[str, StoredTensor], WeightFormat
-        The matrix and its format.
-    rows : range
-        Whole words of them.
-    shape : (int, int)
-        Rows and columns of the whole matrix.
-    dtype, device : torch.dtype, torch.device
-        Of the result ``[len(rows), num_columns]``.
-
-    Raises
-    ------
-    ValueError
-        If the rows are no whole words, or a column has no group.
+    Its format is `found`, and its whole `shape` rows and columns. GPTQ's first version stores one
+    less than the zero points that its kernels subtract. Raises `ValueError` if the rows are no
+    whole words, or a column has no group.
     """
     layout = LAYOUTS[found.packing]
     bits = _bits_of(parts, layout, *shape)
     words = _words(rows, 32 // bits)
     scales = layout.read(parts[layout.scales], rows).to(device)
-    if layout.rows_in_word:
-        codes, zeros = (
-            layout.read(parts[name], words).to(device) for name in (layout.codes, layout.zeros)
-        )
-        return dequantize_awq(codes, zeros, scales, dtype=dtype)
     if found.is_symmetric:  # as SGLang's Marlin kernel, which does not read them
         points = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int32, device=device)
     else:
         zeros = layout.read(parts[layout.zeros], words).to(device)
-        points = zero_points(zeros, bits=bits) + found.zero_offset
+        points = unpack(zeros, bits, layout.order).flatten(1) + found.zero_offset
     groups = parts[layout.groups].read().to(device) if layout.groups in parts else None
     if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
         raise ValueError(f"{parts[layout.groups].name} names groups beyond its {len(scales)}")
-    codes = layout.read(parts[layout.codes], rows).to(device)
-    return dequantize_gptq(codes, points, scales, groups, bits=bits, dtype=dtype)
+    codes = layout.read(parts[layout.codes], words if layout.rows_in_word else rows).to(device)
+    values = unpack(codes, bits, layout.order)
+    values = values.flatten(1) if layout.rows_in_word else values.transpose(1, 2).flatten(0, 1)
+    return dequantize_groups(values, points, scales, groups, dtype=dtype)
 
 
 def _bits_of(

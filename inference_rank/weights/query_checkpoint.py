@@ -72,20 +72,12 @@ class QueryCheckpoint:
     def weight(
         self, layer: int, rows: range, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return rows of ``W_q``.
+        """Return rows ``[len(rows), hidden_size]`` of ``W_q``.
 
         `rows` are of all query heads, for example those of a tensor-parallel rank. The result has
-        `dtype`, and is worked out on `device`.
-
-        Returns
-        -------
-        torch.Tensor
-            ``[len(rows), hidden_size]``, `dtype`: see `tandemkv.inference_rank.weights.dequantize`.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If the format is not known, or a tensor is missing or has another shape.
+        `dtype`, see `tandemkv.inference_rank.weights.dequantize`, and is worked out on `device`.
+        Raises `UnsupportedModelError` if the format is not known, or a tensor is missing or has
+        another shape.
         """
         parts = self._parts(layer)
         self._check_layer(parts)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton implementations, used on CUDA devices in place of ``reference``."""
+"""Triton implementations, which operations of `tandemkv.kernels` call on CUDA devices."""

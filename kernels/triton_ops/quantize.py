@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 _BLOCK_ROWS = 16
-# The smallest normal float, as in the reference.
+# The smallest normal float, as in `tandemkv.kernels.quantize`.
 _TINY = torch.finfo(torch.float32).tiny
 
 

@@ -4,7 +4,8 @@
 SGLang finds most of this out too, after half a minute and with a traceback, and some of it not at
 all: weights that a checkpoint lacks keep whatever was in memory. Only what is certainly wrong is
 refused. Files are checked in every layout; names and shapes of tensors only in Hugging Face's
-unquantised layout of the supported architectures, and there only those that are present.
+unquantised layout of the supported architectures, and there only those that are present. Of a
+quantised model it is checked whether queries can be predicted from its weights.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
+from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.models.weight_formats import read_weight_format
+from tandemkv.inference_rank.weights.query_checkpoint import (
+    LOADED_FROM_SAFETENSORS,
+    WITHOUT_PREDICTION,
+    QueryCheckpoint,
+)
+from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import value_of
 
 from .tensor_shapes import check_shapes
@@ -36,14 +43,6 @@ class ModelFilesError(UnsupportedModelError):
     """A file of the model is missing, damaged, or does not fit ``config.json``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorHeader:
-    """What a safetensors header says of a tensor; `file` is the shard's name."""
-
-    shape: tuple[int, ...]
-    file: str
-
-
 def check_model_files(
     model_dir: Path, config: Mapping[str, Any], sglang_args: Sequence[str] = ()
 ) -> None:
@@ -54,13 +53,13 @@ def check_model_files(
     naming the file, what is wrong with it, and what to do.
     """
     if value_of(sglang_args, "--load-format") in _CHECKED_FORMATS:
-        tensors = _read_headers(model_dir)
+        shapes, files = _read_headers(model_dir)
         overridden = value_of(sglang_args, "--json-model-override-args") is not None
         if not overridden and not _is_quantised(model_dir, config):
             try:
-                check_shapes({name: found.shape for name, found in tensors.items()}, config)
+                check_shapes(shapes, config)
             except ValueError as error:
-                raise ModelFilesError(_with_file(model_dir, tensors, error)) from error
+                raise ModelFilesError(_with_file(model_dir, files, error)) from error
     _check_json(model_dir / "generation_config.json")
     if value_of(sglang_args, "--skip-tokenizer-init") is None:
         given = value_of(sglang_args, "--tokenizer-path")
@@ -101,13 +100,11 @@ def _load_tokenizer(path: Path) -> None:
         ) from error
 
 
-def _read_headers(model_dir: Path) -> dict[str, TensorHeader]:
-    """Return the tensors of all files that SGLang would load."""
+def _read_headers(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return shapes, and names of files, of the tensors of all files that SGLang would load."""
     index = model_dir / INDEX
     weight_map = _read_weight_map(index) if index.is_file() else None
-    files = (
-        _files_without_index(model_dir) if weight_map is None else sorted({*weight_map.values()})
-    )
+    files = sorted({*weight_map.values()}) if weight_map else _files_without_index(model_dir)
     missing = [name for name in files if not (model_dir / name).is_file()]
     if missing:
         source = INDEX if weight_map is not None else "the names of the other shards"
@@ -115,17 +112,19 @@ def _read_headers(model_dir: Path) -> dict[str, TensorHeader]:
             f"{model_dir / missing[0]}: the file is missing ({len(missing)} of {len(files)} files "
             f"that {source} asks for: {_some(missing)}); finish the copy or download of the model"
         )
-    tensors: dict[str, TensorHeader] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, str] = {}
     for name in files:
-        for tensor, shape in _read_header(model_dir / name).items():
-            tensors[tensor] = TensorHeader(shape=shape, file=name)
+        found = _read_header(model_dir / name)
+        shapes |= found
+        places |= dict.fromkeys(found, name)
     for tensor, name in (weight_map or {}).items():
-        if tensor not in tensors:
+        if tensor not in shapes:
             raise ModelFilesError(
                 f"{model_dir / name}: lacks the tensor {tensor} that {INDEX} places in it; index "
                 "and weights are of different models, copy or download both again"
             )
-    return tensors
+    return shapes, places
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
@@ -148,14 +147,12 @@ def _files_without_index(model_dir: Path) -> list[str]:
         raise ModelFilesError(_no_safetensors(model_dir))
     if len(found) == 2 and found == ["consolidated.safetensors", "model.safetensors"]:
         return found[1:]
-    wanted = set(found)
-    for match in filter(None, map(_SHARD.fullmatch, found)):
-        count = int(match["count"])
-        wanted |= {
-            f"{match['stem']}-{number:05d}-of-{count:05d}.safetensors"
-            for number in range(1, count + 1)
-        }
-    return sorted(wanted)
+    shards = {
+        f"{match['stem']}-{number:05d}-of-{match['count']}.safetensors"
+        for match in filter(None, map(_SHARD.fullmatch, found))
+        for number in range(1, int(match["count"]) + 1)
+    }
+    return sorted({*found, *shards})
 
 
 def _no_safetensors(model_dir: Path) -> str:
@@ -217,10 +214,10 @@ def _is_quantised(model_dir: Path, config: Mapping[str, Any]) -> bool:
     )
 
 
-def _with_file(model_dir: Path, tensors: Mapping[str, TensorHeader], error: ValueError) -> str:
+def _with_file(model_dir: Path, files: Mapping[str, str], error: ValueError) -> str:
     """Put the file before a message of `check_shapes` that is about one tensor."""
     message, *names = error.args
-    file = tensors[names[0]].file if names and names[0] in tensors else "config.json"
+    file = files.get(names[0] if names else "", "config.json")
     return (
         f"{model_dir / file}: {message}; config.json and weights are of different models, or the "
         "checkpoint is incomplete: copy or download both again"
@@ -234,3 +231,37 @@ def _some(names: Sequence[str]) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def check_query_weights(
+    settings: ServeSettings, model_dir: Path, config: Mapping[str, Any]
+) -> None:
+    """Refuse a quantised model whose ``W_q`` cannot be read, if the policy predicts queries.
+
+    The headers of a quantised checkpoint are read, no weight. Raises `SettingsError` if an argument
+    makes SGLang's modules unreadable, `UnsupportedModelError` with the format, the reason and what
+    to do.
+    """
+    if not settings.selection.declared.predicts_from_hidden:
+        return
+    arguments, policy = settings.sglang_args, settings.selection.policy
+    if value_of(arguments, "--torchao-config"):
+        raise SettingsError(
+            f"SGLang argument --torchao-config cannot be passed with policy={policy}: it predicts "
+            f"queries from W_q, which torchao keeps in its own form; drop it, or "
+            f"{WITHOUT_PREDICTION}"
+        )
+    weights = read_weight_format(model_dir, config)
+    if weights is None:
+        return
+    load_format = value_of(arguments, "--load-format") or "auto"
+    if load_format in LOADED_FROM_SAFETENSORS:
+        QueryCheckpoint(model_dir).check()
+        return
+    # The one layout that is read from SGLang's modules: see `read_projection`.
+    if load_format != "dummy" or weights.packing != "fp8" or weights.block is None:
+        raise UnsupportedModelError(
+            f"model={model_dir.name}, quantisation={weights.method}, --load-format {load_format}: "
+            f"policy={policy} predicts queries from W_q, which is read from safetensors if it is "
+            f"quantised; use --load-format auto, or {WITHOUT_PREDICTION}"
+        )

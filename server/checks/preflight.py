@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.memory.one_device import is_on_one_device
+from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
 from tandemkv.cache_rank.protocol.models.index_channels import check_index_channels
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_config, read_model_spec
 from tandemkv.cache_rank.protocol.settings.placement import Placement
@@ -23,12 +24,10 @@ from tandemkv.server.plan.placement_choice import check_runs_on, resolve_alone, 
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
 from tandemkv.server.settings.sglang_args import check_sglang_args
 
-from .adapters import check_adapters
-from .model_files import check_model_files
+from .model_files import check_model_files, check_query_weights
 from .ports import choose_port
-from .query_weights import check_fitted_queries, check_query_weights
+from .sglang_features import check_adapters, check_speculation
 from .shared_gpus import check_shared_gpus
-from .speculation import check_speculation
 
 if TYPE_CHECKING:
     from tandemkv.cache_rank.policies.base import PolicyCapabilities
@@ -56,18 +55,10 @@ def resolve_launch(
     """Check everything that can be checked without starting a process.
 
     `progress` is told what takes a while. This launch starts `num_ranks_here`, if the cache rank is
-    a process of its own.
-
-    Raises
-    ------
-    SettingsError
-        If the settings do not fit this machine, the model or this version.
-    UnsupportedModelError
-        If the model cannot be served, or its queries cannot be predicted.
-    ModelFilesError
-        If a file of the model is missing, damaged, or does not fit the others.
+    a process of its own. Raises `SettingsError` if the settings do not fit this machine, the model
+    or this version, `UnsupportedModelError` if the model cannot be served or its queries cannot be
+    predicted, `ModelFilesError` if a file of it is missing, damaged, or does not fit the others.
     """
-    check_policy(settings.selection.policy)
     on_one_device = settings.wished_link != "local" and is_on_one_device()
     is_elsewhere = on_one_device or settings.cache_rank_address is not None
     needs_one = is_elsewhere or settings.selection.declared.attends  # on the host's CPU
@@ -89,7 +80,7 @@ def resolve_launch(
     check_model(settings, spec, config)
     check_model_files(model_dir, config, settings.sglang_args)
     check_query_weights(settings, model_dir, config)
-    check_fitted_queries(settings, spec)
+    FittedQueries.of(settings.selection, spec)  # refuses those of another model
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
     check_shared_gpus(settings.rank_settings.placement)
     check_speculation(settings, spec)
@@ -140,18 +131,8 @@ def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:
     if device == "cpu":
         return "float32"
     config = read_config(model_dir)
-    saved = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    saved = str(config.get("dtype") or config.get("torch_dtype"))
     return saved if saved in ("bfloat16", "float16") else "bfloat16"
-
-
-def check_policy(policy: str) -> None:
-    """Refuse a policy that the registry does not know.
-
-    Raises `SettingsError`, listing the policies that exist.
-    """
-    from tandemkv.cache_rank.policies.registry import find_policy
-
-    find_policy(policy)
 
 
 def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:

@@ -37,8 +37,9 @@ def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> Non
         match = _LAYER.fullmatch(name)
         if match is not None:
             layers.setdefault(int(match["layer"]), {})[match["part"]] = shape
-    parts, others = _expected(config)
-    linear = frozenset(linear_layers(config, architecture_of_config(config)))
+    entry = architecture_of_config(config)
+    parts, others = _expected(config, entry)
+    linear = frozenset(linear_layers(config, entry))
     is_known = any(part in parts for found in layers.values() for part in found)
     if is_known:
         _check_layers(layers, parts, config, linear)
@@ -48,13 +49,19 @@ def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> Non
     for name, wanted in others.items():
         if name in tensors:
             _check_shape(name, tensors[name], wanted)
-        elif is_known and not (name == _HEAD and _is_tied(config)):
-            raise ValueError(f"the checkpoint has no tensor {name}{_tied(name)}")
+        elif is_known and name != _HEAD:
+            raise ValueError(f"the checkpoint has no tensor {name}")
+        elif is_known and not config.get("tie_word_embeddings", entry.ties_embeddings):
+            raise ValueError(
+                f"the checkpoint has no tensor {name}, and config.json does not set "
+                "tie_word_embeddings"
+            )
 
 
-def _expected(config: Mapping[str, Any]) -> tuple[dict[str, Shape | None], dict[str, Shape | None]]:
+def _expected(
+    config: Mapping[str, Any], entry: Architecture
+) -> tuple[dict[str, Shape | None], dict[str, Shape | None]]:
     """Return the shapes of a layer's weights and of the others; None where config has no number."""
-    entry = architecture_of_config(config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
@@ -64,20 +71,19 @@ def _expected(config: Mapping[str, Any]) -> tuple[dict[str, Shape | None], dict[
     layer: dict[str, Shape | None] = {f"{name}.weight": (hidden,) for name in norms if name}
     query, key = heads * head_dim, kv_heads * head_dim
     asked = 2 * query if entry.gates_heads else query
-    layer |= {f"self_attn.{name}.weight": shape for name, shape in (
-        (("qkv_proj", (query + 2 * key, hidden)),)
-        if entry.fused_qkv
-        else (("q_proj", (asked, hidden)), ("k_proj", (key, hidden)), ("v_proj", (key, hidden)))
-    )}  # fmt: skip
-    layer["self_attn.o_proj.weight"] = (hidden, query)
+    attention: dict[str, Shape] = {"q_proj": (asked, hidden), "k_proj": (key, hidden)}
+    attention |= {"v_proj": (key, hidden)}
+    if entry.fused_qkv:
+        attention = {"qkv_proj": (query + 2 * key, hidden)}
+    attention["o_proj"] = (hidden, query)
     if entry.query_norm != "none":
         is_whole = entry.query_norm == "layer"
-        layer["self_attn.q_norm.weight"] = (query if is_whole else head_dim,)
-        layer["self_attn.k_norm.weight"] = (key if is_whole else head_dim,)
+        attention |= {"q_norm": (query if is_whole else head_dim,)}
+        attention |= {"k_norm": (key if is_whole else head_dim,)}
+    layer |= {f"{_ATTENTION}{name}.weight": shape for name, shape in attention.items()}
     linear = linear_shape(config, entry)
     if linear is not None:
-        own = linear.tensors(hidden)
-        layer |= {f"{_LINEAR}{name}": shape for name, shape in own.items()}
+        layer |= {f"{_LINEAR}{name}": shape for name, shape in linear.tensors(hidden).items()}
     if entry.experts is None:
         layer |= _mlp(entry, hidden, _number(config, "intermediate_size"))
     return layer, {_EMBEDDING: table, _NORM: (hidden,), _HEAD: table}
@@ -140,11 +146,3 @@ def _check_shape(name: str, shape: Shape, wanted: Shape | None) -> None:
 def _number(config: Mapping[str, Any], name: str) -> int | None:
     value = config.get(name)
     return value if isinstance(value, int) and value > 0 else None
-
-
-def _is_tied(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("tie_word_embeddings", architecture_of_config(config).ties_embeddings))
-
-
-def _tied(name: str) -> str:
-    return ", and config.json does not set tie_word_embeddings" if name == _HEAD else ""

@@ -10,11 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tandemkv.cache_rank.protocol.errors import (
-    SettingsError,
-    TandemKVError,
-    UnsupportedModelError,
-)
+from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError, UnsupportedModelError
+from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.settings.flags import SWITCH
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 from tandemkv.server.settings.sources import Sourced
@@ -26,10 +23,10 @@ ModelArgument = Annotated[
     str | None, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")
 ]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
+    Path | None, option("YAML file with settings.", "--config", metavar="FILE")
 ]
 VerboseOption = Annotated[
-    bool, typer.Option("--verbose", "-v", metavar=SWITCH, help="Show the logs of both ranks.")
+    bool, option("Show the logs of both ranks.", "--verbose", "-v", metavar=SWITCH)
 ]
 
 
@@ -45,12 +42,10 @@ class _Reporting:
             return super().invoke(ctx)  # type: ignore[misc]
         except (typer.Exit, typer.Abort):
             raise
-        except (SettingsError, UnsupportedModelError) as error:
-            self._report(ctx, str(error))
-            raise typer.Exit(2) from error
         except TandemKVError as error:
             self._report(ctx, str(error))
-            raise typer.Exit(1) from error
+            is_input = isinstance(error, SettingsError | UnsupportedModelError)
+            raise typer.Exit(2 if is_input else 1) from error
         except KeyboardInterrupt as error:
             self._report(ctx, "interrupted")
             raise typer.Exit(130) from error

@@ -5,17 +5,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from contextlib import closing
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsError
+from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder, ask_holder
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.evaluation.bench.command import bench_app
 from tandemkv.server.evaluation.calibrate.command import calibrate
 from tandemkv.server.evaluation.inspect.command import inspect as inspect_command
 from tandemkv.server.evaluation.quality import command as quality_command
+from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.plan.command import plan
 from tandemkv.server.settings.flags import (
     DRAIN_FLAGS,
@@ -31,7 +38,6 @@ from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 from tandemkv.server.settings.sources import Sourced, load_settings, to_yaml
 from tandemkv.server.soak import command as soak_command
 
-from .alive import Role, check_alive
 from .command_classes import (
     EPILOG,
     ConfigOption,
@@ -42,6 +48,19 @@ from .command_classes import (
     add_arguments,
 )
 from .policies_command import policies
+
+_STOP = (signal.SIGTERM, signal.SIGINT)
+_ANSWER_S = 2.0
+
+RankModel = Annotated[str | None, option(f"Model directory, or {EMBEDDED_MODEL}.", "--model")]
+
+
+class Role(StrEnum):
+    """A process that nothing but its run directory leads to."""
+
+    MEMORY = "memory"
+    CACHE_RANK = "cache-rank"
+
 
 app = typer.Typer(
     cls=ReportingGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
@@ -57,7 +76,7 @@ app.add_typer(bench_app, name="bench")
 
 @app.callback()
 def _root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    debug: Annotated[bool, option("Show tracebacks of errors.", "--debug")] = False,
 ) -> None:
     """Take the options that come before the command."""
 
@@ -70,10 +89,7 @@ def serve(
     model: ModelArgument = None,
     config: ConfigOption = None,
     print_settings: Annotated[
-        bool,
-        typer.Option(
-            "--print-settings", metavar=SWITCH, help="Print all settings as YAML and exit."
-        ),
+        bool, option("Print all settings as YAML and exit.", "--print-settings", metavar=SWITCH)
     ] = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -99,26 +115,19 @@ def cache_rank(
     flags: dict[str, Sourced],
     run_dirs: Annotated[
         list[Path],
-        typer.Option(
+        option(
+            "Directory shared with the inference rank; with --tp one for each that it serves.",
             "--run-dir",
             metavar="<path>",
-            help="Directory shared with the inference rank; with --tp one for each that it serves.",
         ),
     ],
-    model: Annotated[
-        str | None, typer.Option("--model", help=f"Model directory, or {EMBEDDED_MODEL}.")
-    ] = None,
+    model: RankModel = None,
     config: ConfigOption = None,
-    rank: Annotated[
-        int, typer.Option("--rank", min=0, help="Its number, of all cache ranks of the server.")
-    ] = 0,
+    rank: Annotated[int, option("Its number, of all cache ranks of the server.", min=0)] = 0,
     address: Annotated[
-        str | None,
-        typer.Option("--address", help="tcp://HOST:PORT for inference ranks of other hosts."),
+        str | None, option("tcp://HOST:PORT for inference ranks of other hosts.")
     ] = None,
-    allow: Annotated[
-        str, typer.Option("--allow", help="Addresses that they may come from; default: any.")
-    ] = "",
+    allow: Annotated[str, option("Addresses that they may come from; default: any.")] = "",
 ) -> None:
     """Run one cache rank; `serve` starts it by itself.
 
@@ -147,9 +156,9 @@ def cache_rank(
 
 @app.command(hidden=True)
 def pump(
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="Of the inference rank.")],
+    run_dir: Annotated[Path, option("Of the inference rank.")],
     config: ConfigOption = None,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Number of the cache rank.")] = 0,
+    rank: Annotated[int, option("Number of the cache rank.", min=0)] = 0,
 ) -> None:
     """Carry steps and K/V to a cache rank on another host; `serve` starts it by itself."""
     from tandemkv.server.launch.message_launch import run_pump
@@ -172,16 +181,19 @@ def link_keys(
 
 
 @app.command()
-def memory(
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="Directory shared with both ranks.")],
-) -> None:
+def memory(run_dir: Annotated[Path, option("Directory shared with both ranks.")]) -> None:
     """Hold the memory of two ranks that something else started; `serve` does it by itself.
 
     It needs no GPU. Memory that it holds is used again by an inference rank that is restarted.
     """
-    from .memory_process import hold_memory
-
-    hold_memory(run_dir, lambda text: typer.echo(text, err=True))
+    held = RunDir.create(run_dir)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)  # also in the holder's thread
+    try:
+        with closing(DescriptorHolder(held.holder_socket, held.token)):
+            typer.echo(f"holding memory for the ranks of {held.path}", err=True)
+            signal.sigwait(_STOP)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @app.command("inference-rank", cls=ServeCommand, epilog=EPILOG)
@@ -189,12 +201,8 @@ def memory(
 def inference_rank(
     ctx: typer.Context,
     flags: dict[str, Sourced],
-    run_dir: Annotated[
-        Path, typer.Option("--run-dir", help="Directory shared with the cache rank.")
-    ],
-    model: Annotated[
-        str | None, typer.Option("--model", help=f"Model directory, or {EMBEDDED_MODEL}.")
-    ] = None,
+    run_dir: Annotated[Path, option("Directory shared with the cache rank.")],
+    model: RankModel = None,
     config: ConfigOption = None,
 ) -> None:
     """Run SGLang beside a cache rank that something else started; `serve` does both by itself.
@@ -210,10 +218,8 @@ def inference_rank(
 
 @app.command()
 def status(
-    url: Annotated[
-        str, typer.Option("--url", help="Address of the server.")
-    ] = "http://127.0.0.1:30000",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the reply as JSON.")] = False,
+    url: Annotated[str, option("Address of the server.")] = "http://127.0.0.1:30000",
+    as_json: Annotated[bool, option("Print the reply as JSON.", "--json")] = False,
 ) -> None:
     """Show counters and gauges of a running server. Exit code 1 while it is not ready."""
     from tandemkv.server.launch.probes import fetch_status
@@ -232,16 +238,22 @@ def status(
 @app.command()
 def alive(
     role: Annotated[Role, typer.Argument(help="What to ask.")],
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="Run directory of the ranks.")],
+    run_dir: Annotated[Path, option("Run directory of the ranks.")],
     hang_timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--hang-timeout-s", min=1, metavar="NUMBER", help="Longest time without progress."
-        ),
+        float, option("Longest time without progress.", min=1, metavar="NUMBER")
     ] = 60.0,
 ) -> None:
     """Ask a rank of a run directory, for probes. Exit code 1 if it does not answer, or hangs."""
-    check_alive(role, run_dir, hang_timeout_s=hang_timeout_s)
+    asked = RunDir.open(run_dir)
+    if role is Role.MEMORY:
+        ask_holder(asked.holder_socket, token=asked.token, timeout_s=_ANSWER_S)
+        return
+    stalled_s = request_status(asked.heartbeat_socket, _ANSWER_S).values["stalled_s"]
+    if stalled_s > hang_timeout_s:
+        raise CacheRankLostError(
+            f"its work has not moved for {stalled_s:.0f} s, allowed are {hang_timeout_s:g} s "
+            "(--hang-timeout-s)"
+        )
 
 
 @app.command("model-path")
@@ -261,13 +273,9 @@ def model_path(
 
 @app.command()
 def doctor(
-    port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="Port that is to be free.")
-    ] = 30000,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Run directory to check.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    port: Annotated[int, option("Port that is to be free.", min=1, max=65535)] = 30000,
+    run_dir: Annotated[Path | None, option("Run directory to check.")] = None,
+    as_json: Annotated[bool, option("Print the findings as JSON.", "--json")] = False,
 ) -> None:
     """Check this machine; each line says what to do. Exit code 1 if anything fails."""
     from .doctor import findings_table, run_checks

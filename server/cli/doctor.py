@@ -17,6 +17,8 @@ from rich.table import Table
 
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.memory.available_memory import available_bytes
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.server.checks.ports import choose_port
 from tandemkv.server.evaluation.provenance import version_of
@@ -41,21 +43,21 @@ class Finding(NamedTuple):
 
 def run_checks(*, port: int, run_dir: Path | None) -> list[Finding]:
     """Run every check; one that breaks down is itself a failure."""
-    checks: list[tuple[str, Callable[[], Finding]]] = [
-        ("python", check_python),
-        ("torch", check_torch),
-        ("sglang", check_sglang),
-        ("plugin", check_plugin),
-        ("contract", check_contract),
-        ("device", check_device),
-        ("memory", check_memory),
-        ("port", lambda: check_port(port)),
-        ("embedded model", check_embedded_model),
-        ("shared memory", check_shared_memory),
-        ("run directory", lambda: check_run_dir(run_dir)),
-    ]
+    checks: dict[str, Callable[[], Finding]] = {
+        "python": check_python,
+        "torch": check_torch,
+        "sglang": check_sglang,
+        "plugin": check_plugin,
+        "contract": check_contract,
+        "device": check_device,
+        "memory": check_memory,
+        "port": lambda: check_port(port),
+        "embedded model": check_embedded_model,
+        "shared memory": check_shared_memory,
+        "run directory": lambda: check_run_dir(run_dir),
+    }
     findings = []
-    for name, check in checks:
+    for name, check in checks.items():
         try:
             findings.append(check())
         except Exception as error:  # the other checks are still of use
@@ -100,9 +102,7 @@ def check_sglang() -> Finding:
         return Finding("sglang", "fail", version or "not installed", str(error))
     assert version is not None  # else it is refused
     note = sglang_versions.not_run(version, on_gpu=not _is_cpu())
-    if note:
-        return Finding("sglang", "warn", version, note)
-    return Finding("sglang", "ok", version)
+    return Finding("sglang", "warn" if note else "ok", version, note)
 
 
 def check_plugin() -> Finding:
@@ -131,17 +131,15 @@ def check_device() -> Finding:
 
 def check_memory() -> Finding:
     """Compare the free memory with what the processes need."""
-    available = available_bytes()
+    available, needed = available_bytes(), PROCESS_TREE_BYTES
     if available is None:
         return Finding("memory", "warn", "unknown", "make sure that 6 GiB are free")
     text = f"{gib(available)} available"
-    if available < PROCESS_TREE_BYTES:
-        advice = f"the processes alone need {gib(PROCESS_TREE_BYTES)}; end other programs"
+    if available < needed:
+        advice = f"the processes alone need {gib(needed)}; end other programs"
         return Finding("memory", "fail", text, advice)
-    if available < 2 * PROCESS_TREE_BYTES:
-        advice = "serve with a small --cache-tokens, e.g. 16384"
-        return Finding("memory", "warn", text, advice)
-    return Finding("memory", "ok", text)
+    advice = "" if available >= 2 * needed else "serve with a small --cache-tokens, e.g. 16384"
+    return Finding("memory", "warn" if advice else "ok", text, advice)
 
 
 def check_port(port: int) -> Finding:
@@ -164,8 +162,6 @@ def check_embedded_model() -> Finding:
 
 def check_shared_memory() -> Finding:
     """Try to make and map memory as both ranks do."""
-    from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
-
     tensors = MappedTensors()
     try:
         tensors.allocate("doctor", (1,), "int64").fill_(1)
@@ -178,8 +174,6 @@ def check_shared_memory() -> Finding:
 
 def check_run_dir(path: Path | None) -> Finding:
     """Make a private run directory, or check the given one."""
-    from tandemkv.cache_rank.protocol.run_dir import RunDir
-
     try:
         if path is not None and path.exists():
             run_dir = RunDir.open(path)

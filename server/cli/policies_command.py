@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from tandemkv.cache_rank.policies.base import Policy
+    from tandemkv.cache_rank.policies.options import OptionText
 
 
 def policies(
@@ -20,72 +25,65 @@ def policies(
     as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
 ) -> None:
     """List the policies, or show what one does and its options with their defaults."""
-    console = Console(highlight=False)
-    if as_json:
-        names = _names() if name is None else [name]
-        typer.echo(json.dumps({each: _described(each) for each in names}, indent=2))
-    elif name is None:
-        console.print(_overview())
-    else:
-        console.print(_details(name))
-
-
-def _names() -> list[str]:
     from tandemkv.cache_rank.policies.registry import POLICIES
 
-    return list(POLICIES)
+    if as_json:
+        names = POLICIES if name is None else [name]
+        typer.echo(json.dumps({each: _as_json(each) for each in names}, indent=2))
+    else:
+        shown = _overview(POLICIES) if name is None else _details(name)
+        Console(highlight=False).print(shown)
 
 
-def _described(name: str) -> dict[str, Any]:
-    """Return what is known of a policy, as JSON has it.
-
-    Raises `SettingsError` if there is no such policy.
-    """
+def _read(name: str) -> tuple[type[Policy], str, list[OptionText]]:
+    """Return a policy, what it does, and its options; `SettingsError` if there is none."""
     from tandemkv.cache_rank.policies.options import describe_options
     from tandemkv.cache_rank.policies.registry import find_policy
 
-    found = find_policy(name)
-    capabilities = found.capabilities
-    defaults = found.options_model().model_dump(mode="json")
+    policy = find_policy(name)
+    summary = (policy.__doc__ or "").strip().partition("\n")[0].replace("`", "")
+    return policy, summary, describe_options(policy.options_model)
+
+
+def _as_json(name: str) -> dict[str, Any]:
+    policy, summary, options = _read(name)
+    defaults = policy.options_model().model_dump(mode="json")
     return {
-        "summary": (found.__doc__ or "").strip().partition("\n")[0].replace("`", ""),
-        "devices": list(capabilities.devices),
+        "summary": summary,
+        "devices": list(policy.capabilities.devices),
         "options": {
             option.name: {
                 "accepted": option.accepted,
                 "default": defaults[option.name],
                 "help": option.help,
             }
-            for option in describe_options(found.options_model)
+            for option in options
         },
     }
 
 
-def _overview() -> Group:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("policy", "what it does", "options"):
-        table.add_column(title, overflow="fold")
-    for name in _names():
-        found = _described(name)
-        table.add_row(name, Text(found["summary"]), ", ".join(found["options"]))
+def _overview(names: Iterable[str]) -> Group:
+    table = _table("policy", "what it does", "options")
+    for name in names:
+        _, summary, options = _read(name)
+        table.add_row(name, Text(summary), ", ".join(option.name for option in options))
     return Group(table, "`tandemkv policies NAME` shows a policy's options and their defaults.")
 
 
 def _details(name: str) -> Group:
-    found = _described(name)
-    where = Text(f"runs on {', '.join(found['devices'])}")
-    title = Text(f"{name}: {found['summary']}")
-    if not found["options"]:
+    policy, summary, options = _read(name)
+    title = Text(f"{name}: {summary}")
+    where = Text(f"runs on {', '.join(policy.capabilities.devices)}")
+    if not options:
         return Group(title, where, "It has no options of its own.")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("option", "accepted", "default", "meaning"):
-        table.add_column(column, overflow="fold")
-    from tandemkv.cache_rank.policies.options import describe_options
-    from tandemkv.cache_rank.policies.registry import find_policy
+    table = _table("option", "accepted", "default", "meaning")
+    for option in options:
+        table.add_row(*map(Text, option))
+    return Group(title, where, table, Text(f"Give them as --set {name}.{options[0].name}=VALUE."))
 
-    for option in describe_options(find_policy(name).options_model):
-        table.add_row(
-            Text(option.name), Text(option.accepted), Text(option.default), Text(option.help)
-        )
-    first = next(iter(found["options"]))
-    return Group(title, where, table, Text(f"Give them as --set {name}.{first}=VALUE."))
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

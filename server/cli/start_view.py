@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan that was made at start, from what was measured, as a table."""
+"""A start, as a person or a log file reads it: its stages, and the plan that was made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +19,29 @@ _TIMES = (
     ("model", "plan_layer_us"),
     ("exposed: added by selecting", "plan_exposed_us"),
 )
+
+
+class StartProgress:
+    """Shows the stage under way and a line for each finished one."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status: Status | None = None
+        self._title = ""
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[None]:
+        """Run one stage; a line with its duration follows when it ends well."""
+        self._title = title
+        started = time.monotonic()
+        with self._console.status(f"{title} ...") as self._status:
+            yield
+        self._console.print(f"[green]ok[/]  {title} [dim]{time.monotonic() - started:.1f} s[/]")
+
+    def note(self, text: str) -> None:
+        """Show `text` beside the stage under way; overwritten by the next note."""
+        if self._status is not None:
+            self._status.update(f"{self._title} ... [dim]{text}[/]")
 
 
 def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> RenderableType | None:
@@ -35,11 +61,17 @@ def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> Renderab
     for name, key in _TIMES:
         if key in values:
             table.add_row(name, f"{values[key]:,.1f}{_hidden(values, key)}")
-    table.add_row("refresh every", _steps(values["plan_refresh_steps"]))
-    dense = values["plan_dense_tokens"]
+    steps, dense = values["plan_refresh_steps"], values["plan_dense_tokens"]
+    table.add_row("refresh every", "1 step" if steps == 1 else f"{steps:.0f} steps")
     table.add_row("attends to everything", f"up to {dense:.0f} tokens" if dense else "never")
-    lines = [text for text in (_dense(values), info.get("plan_note"), _counted(info)) if text]
-    return Group(table, *(Text(line) for line in lines))
+    lines = []
+    if together := values.get("plan_dense_batch_tokens"):
+        lines.append(f"a step of no more than {together:.0f} tokens in all attends to them all")
+    if note := info.get("plan_note"):
+        lines.append(note)
+    if counted := info.get("plan_layer_counts"):
+        lines.append(f"model: {counted}")
+    return Group(table, *map(Text, lines))
 
 
 def _hidden(values: Mapping[str, float], key: str) -> str:
@@ -47,19 +79,3 @@ def _hidden(values: Mapping[str, float], key: str) -> str:
     if hidden is None:
         return ""
     return " ([green]hidden[/])" if hidden else " ([yellow]not hidden[/])"
-
-
-def _steps(number: float) -> str:
-    return "1 step" if number == 1 else f"{number:.0f} steps"
-
-
-def _dense(values: Mapping[str, float]) -> str:
-    tokens = values.get("plan_dense_batch_tokens", 0.0)
-    return (
-        f"a step of no more than {tokens:.0f} tokens in all attends to them all" if tokens else ""
-    )
-
-
-def _counted(info: Mapping[str, str]) -> str:
-    counted = info.get("plan_layer_counts", "")
-    return f"model: {counted}" if counted else ""

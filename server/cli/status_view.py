@@ -36,16 +36,15 @@ def status_table(status: Mapping[str, Any], url: str) -> Table:
     table.add_column("what")
     table.add_column("value", justify="right", overflow="fold")
     extra = {k: v for k, v in status.items() if k not in ("ready", "inference_rank", "cache_ranks")}
-    sections: list[tuple[str, Any]] = [("server", extra)] if extra else []
-    sections.append(("inference rank", status.get("inference_rank")))
-    cache_ranks = status.get("cache_ranks")
-    cache_ranks = cache_ranks if isinstance(cache_ranks, list) else []
-    sections += [(f"cache rank {index}", rank) for index, rank in enumerate(cache_ranks)]
-    inference = status.get("inference_rank")
-    if not cache_ranks and not _is_alone(inference):
-        sections.append(("cache rank", None))
-    for name, values in sections:
-        _add_section(table, name, values)
+    if extra:
+        _add_section(table, "server", extra)
+    inference, cache_ranks = status.get("inference_rank"), status.get("cache_ranks")
+    _add_section(table, "inference rank", inference)
+    if isinstance(cache_ranks, list) and cache_ranks:
+        for index, rank in enumerate(cache_ranks):
+            _add_section(table, f"cache rank {index}", rank)
+    elif not _is_alone(inference):
+        _add_section(table, "cache rank", None)
     return table
 
 
@@ -76,10 +75,10 @@ def _add_section(table: Table, name: str, values: Any) -> None:
 def _label(key: str, *, is_shared: bool = False) -> str:
     """Return the name without what its value shows anyway; of two that are the same, with total."""
     name = key.removesuffix("_total")
+    is_total = is_shared and name != key
     for unit in ("_us", "_ms", "_s", "_bytes"):
         name = name.removesuffix(unit)
-    is_total = is_shared and key.endswith("_total")
-    return f"{name} total".replace("_", " ") if is_total else name.replace("_", " ")
+    return name.replace("_", " ") + (" total" if is_total else "")
 
 
 def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -98,7 +97,7 @@ def format_value(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if value is None:
         return "-"
-    if not _is_number(value):
+    if not isinstance(value, int | float):
         return str(value)
     leaf = key.rpartition(".")[2].removesuffix("_total")
     if leaf.startswith("bytes_") or leaf.endswith("_bytes"):
@@ -120,13 +119,6 @@ def format_bytes(size: float) -> str:
     return f"{size:.2f} {_BYTE_UNITS[-1]}"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _rank(key: str) -> int:
     leaf = key.rpartition(".")[2]
-    for index, word in enumerate(_FIRST):
-        if word in leaf:
-            return index
-    return len(_FIRST)
+    return next((index for index, word in enumerate(_FIRST) if word in leaf), len(_FIRST))

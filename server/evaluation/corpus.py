@@ -7,11 +7,16 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from tandemkv.cache_rank.calibration.format import CalibrationError
 from tandemkv.cache_rank.protocol.errors import SettingsError
+
+from .tokenizing import Tokenizer
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex")
 PACKAGE_PREFIX = "package:"
@@ -30,12 +35,9 @@ class Corpus:
 
     def describe(self) -> list[dict[str, str | int]]:
         """Name, size and hash of each text, for the report."""
+        hashes = {name: hashlib.sha256(text.encode()) for name, text in self.texts.items()}
         return [
-            {
-                "name": name,
-                "characters": len(text),
-                "sha256": hashlib.sha256(text.encode()).hexdigest()[:16],
-            }
+            {"name": name, "characters": len(text), "sha256": hashes[name].hexdigest()[:16]}
             for name, text in self.texts.items()
         ]
 
@@ -101,6 +103,41 @@ def language_reference(min_characters: int = 0) -> str:
     """
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return "\n\n".join(text for _, text in sorted(topics.items()) if len(text) > min_characters)
+
+
+class Texts(NamedTuple):
+    """Texts of one length: token ids of each, and names of where they are from."""
+
+    tokens: list[list[int]]
+    sources: tuple[str, ...]
+
+
+def cut_texts(
+    files: Sequence[Path], tokenizer: Tokenizer, *, num_texts: int, num_tokens: int
+) -> Texts:
+    """Cut texts of `num_tokens` tokens from `files`, or from Python's reference without any.
+
+    Texts are taken evenly over the whole corpus, the same ones each time. Raises `SettingsError` if
+    a file cannot be read as UTF-8, or there is no text of that length.
+    """
+    corpus = {path.name: read_text(path) for path in files}
+    if not files:
+        name = f"pydoc_data.topics of Python {platform.python_version()} (PSF-2.0)"
+        corpus = {name: language_reference()}
+    pieces: list[list[int]] = []
+    for text in corpus.values():
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        pieces += [ids[i : i + num_tokens] for i in range(0, len(ids), num_tokens)]
+    whole = [piece for piece in pieces if len(piece) == num_tokens]
+    if not whole:
+        longest = max((len(piece) for piece in pieces), default=0)
+        raise CalibrationError(
+            f"text={', '.join(corpus)}: no text of {num_tokens} tokens (the longest has "
+            f"{longest}); give longer files as --text, or fewer --tokens"
+        )
+    num_texts = min(num_texts, len(whole))
+    taken = [whole[i * len(whole) // num_texts] for i in range(num_texts)]
+    return Texts(taken, tuple(corpus))
 
 
 def _sources(*modules: str) -> str:

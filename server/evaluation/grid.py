@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings to compare, from a YAML file that `quality` and `bench decode` both read.
+"""Settings to compare: their names, and a YAML file that `quality` and `bench decode` both read.
+
+By the names reports of quality and of speed are joined.
 
 Each entry of ``points`` is a product of its lists, and the entries are joined::
 
@@ -25,11 +27,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import DEFAULT_POLICY, SelectionSettings
 from tandemkv.server.plan.pages import on_device
 
-from .setting_name import setting_name
-
+_NAME = re.compile(
+    r"(?:(?P<policy>[a-z][a-z_]*)-)?k(?P<k>\d+)-c(?P<c>[\d.]+)-cap(?P<cap>\d+)-s(?P<samples>\d+)"
+    r"-(?P<index>native|int8|int4)-x(?P<exact>none|[\d.]+)"
+)
+_RING_ONLY = re.compile(r"streaming-\d+")
 _SHARE_OF_K = re.compile(r"K(?:/(\d+))?")
 
 
@@ -52,10 +57,7 @@ def read_grid(
     contradict each other.
     """
     try:
-        found = GridFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        detail = " ".join(str(error).split())
-        raise SettingsError(f"--grid {path}: cannot be read ({detail})") from error
+        found = GridFile.model_validate(read_yaml(path, "--grid"))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "the file"
@@ -73,6 +75,15 @@ def read_grid(
         values |= {"budget_tokens": 0, "num_recent_tokens": tokens - sink}
         grid.setdefault(setting_name(_checked(path, values, device)), values)
     return grid
+
+
+def read_yaml(path: Path, option: str) -> Any:
+    """Return what a file holds that was given as `option`; raises `SettingsError`."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise SettingsError(f"{option} {path}: cannot be read ({detail})") from error
 
 
 def _product(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -117,3 +128,43 @@ def _checked(path: Path, values: Mapping[str, Any], device: str) -> SelectionSet
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
         raise SettingsError(f"--grid {path}: {given}: {first}") from error
+
+
+def setting_name(selection: SelectionSettings) -> str:
+    """Return the name, e.g. ``k1024-c2-cap64-s128-int4-xnone``.
+
+    K, c, fetch cap, sample tokens, index and exact layers; a policy other than the default comes
+    first. A policy that keeps the sink alone is named by its tokens: ``streaming-2176``. Nothing of
+    `selection` is left open (`resolve_placement`).
+    """
+    if selection.declared.keeps_sink_only:
+        return f"{selection.policy}-{selection.row_tokens}"
+    policy = "" if selection.policy == DEFAULT_POLICY else f"{selection.policy}-"
+    exact = ".".join(map(str, selection.exact_layer_ids)) or "none"
+    return (
+        f"{policy}k{selection.budget_tokens}-c{selection.resident_factor:g}"
+        f"-cap{selection.fetch_cap_tokens}-s{selection.num_samples}"
+        f"-{selection.index_dtype}-x{exact}"
+    )
+
+
+def is_setting_name(text: str) -> bool:
+    """Whether `setting_name` makes such names."""
+    return bool(_NAME.fullmatch(text) or _RING_ONLY.fullmatch(text))
+
+
+def describe_setting(name: str) -> str:
+    """Return a name of `setting_name` as a person reads it; another text as it is."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return name.replace("streaming-", "streaming, ") if _RING_ONLY.fullmatch(name) else name
+    parts = [
+        f"K {found['k']}", f"c {found['c']}", f"cap {found['cap']}",
+        f"{found['samples']} samples" if found["samples"] != "0" else "no samples",
+        found["index"],
+    ]  # fmt: skip
+    if found["exact"] != "none":
+        parts.append(f"layers {found['exact'].replace('.', ', ')} exact")
+    if found["policy"]:
+        parts.insert(0, found["policy"])
+    return ", ".join(parts)

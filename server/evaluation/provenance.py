@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import subprocess
 import sys
@@ -46,8 +45,8 @@ def version_of(package: str) -> str | None:
 
 def installed_versions() -> dict[str, str]:
     """Return Python's version and those of `PACKAGES` that are installed."""
-    found = {name: version_of(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}
+    found = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+    return {name: version for name, version in found.items() if version}
 
 
 def own_command() -> list[str]:
@@ -96,7 +95,6 @@ def query_gpu() -> Gpu | None:
     )
     done = subprocess.run(
         [sys.executable, "-P", "-W", "ignore", "-c", code],
-        env=os.environ.copy(),
         capture_output=True,
         text=True,
         timeout=_QUERY_TIMEOUT_S,
@@ -114,5 +112,5 @@ def _driver_version() -> str:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
     except OSError:
         return "unknown"
-    numbers = [word for word in text.split() if word[:1].isdigit() and "." in word]
-    return numbers[0] if numbers else "unknown"
+    numbers = (word for word in text.split() if word[:1].isdigit() and "." in word)
+    return next(numbers, "unknown")

@@ -22,14 +22,10 @@ def option(text: str = "", *names: str, **limits: Any) -> Any:
 
 
 def takes(request: type[R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
-    """Make a typer command of a function that takes a request.
+    """Return what makes a typer command of a function that takes a request.
 
-    Each field of the dataclass `request` is annotated with ``Annotated[..., option(...)]``.
-
-    Returns
-    -------
-    Callable
-        A decorator. The command has the name and the help text of the function.
+    Each field of the dataclass `request` is annotated with ``Annotated[..., option(...)]``. The
+    command has the name and the help text of the function.
     """
     hints = get_type_hints(request, include_extras=True)
     parameters = [

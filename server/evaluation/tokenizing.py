@@ -17,19 +17,15 @@ class Tokenizer(Protocol):
 
     def __hash__(self) -> int:
         """Return what tells one tokenizer from another, for caches of tokens."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`."""
-        ...
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of `ids`."""
-        ...
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
         """Return a conversation as text."""
-        ...
 
 
 class Prompt(NamedTuple):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -57,18 +58,13 @@ def want_logs(run_dir: RunDir) -> None:
         (run_dir.path / _KEEP_LOGS_FILE).touch(mode=0o600)
 
 
-def wants_logs(run_dir: RunDir) -> bool:
-    """Whether another process of the launch failed, and its log is to stay."""
-    return (run_dir.path / _KEEP_LOGS_FILE).exists()
-
-
 def clean_run_dir(run_dir: RunDir, *, is_ours: bool, keep_logs: bool) -> None:
     """Remove the run directory; of one that the user gave, what we put there.
 
-    The logs stay if `keep_logs` or a process of a split launch wants it, and in a directory that
-    the user gave.
+    The logs stay if `keep_logs` or a process of a split launch wants it (`want_logs`), and in a
+    directory that the user gave.
     """
-    if is_ours and not (keep_logs or wants_logs(run_dir)):
+    if is_ours and not (keep_logs or (run_dir.path / _KEEP_LOGS_FILE).exists()):
         run_dir.remove()
     else:
         run_dir.clear()
@@ -157,6 +153,13 @@ def cache_rank_pulse(run_dirs: Sequence[RunDir], pid: int) -> Pulse:
         return Pulse(is_ready=True, stalled_s=0.0)  # it waits: nothing is asked of it
     replies = [request_status(each.heartbeat_socket, PULSE_TIMEOUT_S) for each in run_dirs]
     return Pulse(is_ready=True, stalled_s=max(reply.values["stalled_s"] for reply in replies))
+
+
+def log_to_stderr() -> None:
+    """Have this process log as a rank does, whose launcher keeps what it prints."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
 
 
 def status_detail(socket_path: Path) -> str | None:

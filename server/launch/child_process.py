@@ -47,8 +47,7 @@ def die_with_parent() -> Callable[[], None]:
 
     The kernel ties this to the *thread* that forks, so children are started by the main one.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    parent = os.getpid()
+    libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -108,16 +107,9 @@ class ChildProcess:
 
     def _start_writer(self) -> None:
         # The reading end stays open here: should the writer be killed, the next one goes on.
-        script = str(Path(log_writer.__file__))
+        log = str(self.spec.log_path.absolute())
         self._writer = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                script,
-                str(self.spec.log_path.absolute()),
-                str(_MAX_LOG_BYTES),
-            ],
+            [sys.executable, "-I", "-S", log_writer.__file__, log, str(_MAX_LOG_BYTES)],
             stdin=self._output,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -190,34 +182,29 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        self._settle_log()
-
-    def _settle_log(self) -> None:
-        """Wait for the writer, which ends after the last process that could print."""
-        if self._writer is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._writer.wait(_SETTLE_S)
+        self._await_writer()
         if self._output >= 0:
             os.close(self._output)
             self._output = -1
 
-    def log_tail(self, lines: int = 20) -> str:
-        """Return the last lines of the log; of a child that has ended, its last ones."""
-        if self._writer is not None and self._popen is not None and self._popen.poll() is not None:
+    def _await_writer(self) -> None:
+        """Wait for the writer, which ends after the last process that could print."""
+        if self._writer is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._writer.wait(_SETTLE_S)
+
+    def log_tail(self, lines: int = 20) -> str:
+        """Return the last lines of the log; of a child that has ended, its last ones."""
+        if self.exit_status() is not None:
+            self._await_writer()
         data = b""
-        for path in (self.spec.log_path, self._older_log):
-            if data.count(b"\n") > lines:
-                break
-            try:
-                with path.open("rb") as file:
+        try:
+            for path in (self._older_log, self.spec.log_path):
+                with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                     file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-                    data = file.read() + data
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                return f"(log unreadable: {error.strerror})"
+                    data += file.read()
+        except OSError as error:
+            return f"(log unreadable: {error.strerror})"
         text = data.decode("utf-8", errors="replace")
         return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
 
@@ -251,8 +238,8 @@ class ChildProcess:
 @contextlib.contextmanager
 def watched(spec: ChildSpec) -> Iterator[ChildProcess]:
     """Run a child during the body. Its process group ends with that, and however this one ends."""
-    watchdog, child = Watchdog(), ChildProcess(spec)
-    try:
+    child = ChildProcess(spec)
+    with contextlib.closing(Watchdog()) as watchdog:
         child.start()
         watchdog.watch(child.pid)
         try:
@@ -260,5 +247,3 @@ def watched(spec: ChildSpec) -> Iterator[ChildProcess]:
         finally:
             child.kill_group()
             watchdog.forget(child.pid)
-    finally:
-        watchdog.close()

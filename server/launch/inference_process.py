@@ -34,13 +34,9 @@ def become_inference_rank(
     `settings` equal those of the cache rank; the handshake compares them. The run directory `path`
     is made if it is not there yet.
 
-    Raises
-    ------
-    SettingsError, UnsupportedModelError
-        If the settings do not fit this machine, the model or this version; with several
-        tensor-parallel ranks that have a cache rank each.
-    LaunchError
-        If no cache rank answers within ``start_timeout_s``.
+    Raises `SettingsError` or `UnsupportedModelError` if the settings do not fit this machine, the
+    model or this version, or have several tensor-parallel ranks with a cache rank each;
+    `LaunchError` if no cache rank answers within ``start_timeout_s``.
     """
     link = settings.wished_link or "shared"
     if link == "shared":

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Protocol, Self
+from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
-from tandemkv.server.cli.progress import StartProgress
+from tandemkv.server.cli.start_view import StartProgress
 
 from .child_process import ChildProcess, ChildSpec
 from .liveness import Liveness, Pulse
@@ -30,13 +30,6 @@ _TICK_S = 0.05
 
 class _StopRequestedError(Exception):
     """Ctrl-C or SIGTERM arrived while starting."""
-
-
-class Holder(Protocol):
-    """See `DescriptorHolder`."""
-
-    def close(self) -> None:
-        """Let go of everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +59,7 @@ class LaunchPlan:
     `ends_with_sglang`: SGLang ends with 0 where another host has asked for it, and that is the end.
     `sglang_waits` tells whether it is started once the cache ranks answer, else while they load: it
     gives up half a minute after it has loaded, and another host may come later.
-    `make_holder` makes what holds memory for the ranks while the launch lives.
+    `holder` makes what holds memory for the ranks while the launch lives.
     `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
     `before_sglang` is called before each start of SGLang.
     `start_report` is asked once the server is ready, and printed.
@@ -88,37 +81,33 @@ class LaunchPlan:
     exit_timeout_s: float = 15.0
     clean_up: Callable[[bool], None]
     before_sglang: Callable[[], None] = lambda: None
-    make_holder: Callable[[], Holder | None] = lambda: None
+    holder: Callable[[], AbstractContextManager[object]] = nullcontext
     watched: tuple[str, ...] = ()
     start_report: Callable[[], RenderableType | None] = lambda: None
 
 
-class StopSignals:
-    """Counts SIGINT, SIGTERM and SIGHUP instead of dying of them. A context manager."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them."""
+    found: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda received, _: found.append(received))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup
+    }
+    try:
+        yield found
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 class Launcher:
     """One launch, from start to shutdown. Use once."""
 
     def __init__(self, plan: LaunchPlan, console: Console, *, verbose: bool = False) -> None:
-        self._plan = plan
+        self._plan, self._held = plan, ExitStack()
+        self._watchdog = Watchdog(plan.watched)
         self._console = console
         self._verbose = verbose
         self._sglang = self._supervised(
@@ -147,8 +136,8 @@ class Launcher:
             return None
         child = ChildProcess(spec)
         return SupervisedRank(
-            child, Liveness(lambda: ask(child.pid)), self._plan.rules, self._console,
-            meanwhile=meanwhile, before_start=before_start,
+            child, self._watchdog, Liveness(lambda: ask(child.pid)), self._plan.rules,
+            self._console, meanwhile=meanwhile, before_start=before_start,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -156,12 +145,10 @@ class Launcher:
 
         Raises `LaunchError` if a rank did not become ready, or ended too often.
         """
-        with StopSignals() as self._signals:
-            self._watchdog = Watchdog(self._plan.watched)
-            self._holder: Holder | None = None
+        with _stop_signals() as self._signals:
             keep_logs = False
             try:
-                self._holder = self._plan.make_holder()
+                self._held.enter_context(self._plan.holder())
                 self._start()
                 report = self._plan.start_report()
                 if report is not None:
@@ -181,31 +168,28 @@ class Launcher:
         deadline = time.monotonic() + self._plan.rules.start_timeout_s
         own = [rank for rank in self._cache_ranks if rank is not None]
         for rank in own:
-            rank.start(self._watchdog)
+            rank.start()
         are_ours = bool(own) and len(own) == len(self._cache_ranks)
         loads_meanwhile = are_ours and not self._plan.sglang_waits
         if loads_meanwhile and self._sglang is not None:
-            self._sglang.start(self._watchdog)
-        if own:
-            with self._progress.stage("cache rank" if len(own) == 1 else "cache ranks"):
-                self._await_cache_ranks(deadline)
-        else:
-            self._await_cache_ranks(deadline)
+            self._sglang.start()
+        title = "cache rank" if len(own) == 1 else "cache ranks"
+        with self._progress.stage(title) if own else nullcontext():
+            for found, plan in zip(self._cache_ranks, self._plan.cache_ranks, strict=True):
+                self._await(plan.detail, deadline, found.child if found else None)
         for standby in self._standbys:
             if standby is not None:
-                standby.start(self._watchdog)
+                standby.start()
         if self._sglang is None:
             return
         if not loads_meanwhile:
-            self._sglang.start(self._watchdog)
+            self._sglang.start()
         with self._progress.stage("SGLang loading"):
-            self._await(self._loading_detail, deadline, self._sglang.child)
+            loading = partial(self._server_detail, is_loading=True)
+            self._await(loading, deadline, self._sglang.child)
         with self._progress.stage("handshake and warm-up"):
-            self._await(self._handshake_detail, deadline, self._sglang.child)
-
-    def _await_cache_ranks(self, deadline: float) -> None:
-        for rank, plan in zip(self._cache_ranks, self._plan.cache_ranks, strict=True):
-            self._await(plan.detail, deadline, None if rank is None else rank.child)
+            shaking_hands = partial(self._server_detail, is_loading=False)
+            self._await(shaking_hands, deadline, self._sglang.child)
 
     def _ranks(self) -> list[SupervisedRank]:
         ranks = (*self._standbys, *self._cache_ranks, self._sglang)
@@ -214,31 +198,25 @@ class Launcher:
     def _children(self) -> list[ChildProcess]:
         return [rank.child for rank in self._ranks()]
 
-    def _loading_detail(self) -> str | None:
-        state = self._own_state()
-        return None if state.reachable else state.detail
-
-    def _handshake_detail(self) -> str | None:
-        state = self._own_state()
-        return None if state.ready else state.detail
-
-    def _own_state(self) -> ServerState:
+    def _server_detail(self, *, is_loading: bool) -> str | None:
         state = self._plan.server_state()
         if state.is_other:  # SGLang stays alive without its port
             raise LaunchError(state.detail)
-        return state
+        return None if state.ready or (is_loading and state.reachable) else state.detail
 
     def _await(
-        self,
-        detail: Callable[[], str | None],
-        deadline: float,
-        waited_for: ChildProcess | None = None,
+        self, detail: Callable[[], str | None], deadline: float, waited_for: ChildProcess | None
     ) -> None:
         """Wait until `detail` returns None; fail as soon as a child ends or time is up."""
         pause = _TICK_S
         while True:
             reason = detail()
-            self._raise_if_stopped_or_ended()
+            if self._is_asked_to_stop():
+                raise _StopRequestedError
+            for child in self._children():
+                status = child.exit_status()
+                if status is not None:
+                    raise LaunchError(f"{child.spec.name} ended: {status}\n{tail(child)}")
             if reason is None:
                 return
             self._progress.note(escape(reason))
@@ -250,14 +228,6 @@ class Launcher:
                 )
             self._pause(pause)
             pause = min(0.5, pause * 1.5)
-
-    def _raise_if_stopped_or_ended(self) -> None:
-        if self._is_asked_to_stop():
-            raise _StopRequestedError
-        for child in self._children():
-            status = child.exit_status()
-            if status is not None:
-                raise LaunchError(f"{child.spec.name} ended: {status}\n{tail(child)}")
 
     def _serve(self) -> None:
         for rank in (*self._cache_ranks, self._sglang):
@@ -271,12 +241,11 @@ class Launcher:
             self._pause(_TICK_S)
 
     def _is_asked_to_stop(self) -> bool:
-        return bool(self._signals.count) or self._plan.is_over() or self._has_ended_elsewhere()
+        return bool(self._signals) or self._plan.is_over() or self._has_ended_elsewhere()
 
     def _has_ended_elsewhere(self) -> bool:
-        if not self._plan.ends_with_sglang or self._sglang is None:
-            return False
-        return self._sglang.child.exit_status() == "exit code 0"
+        child = self._sglang.child if self._plan.ends_with_sglang and self._sglang else None
+        return child is not None and child.exit_status() == "exit code 0"
 
     def _pause(self, seconds: float) -> None:
         """Sleep in short steps, so that a signal or a child's end is seen at once."""
@@ -284,7 +253,7 @@ class Launcher:
         while True:
             self._echo_logs()
             rest = end - time.monotonic()
-            if rest <= 0 or self._signals.count:
+            if rest <= 0 or self._signals:
                 return
             time.sleep(min(_TICK_S, rest))
 
@@ -297,7 +266,7 @@ class Launcher:
                     self._console.print(text, soft_wrap=True)
 
     def _shut_down(self, *, keep_logs: bool) -> None:
-        asked = self._signals.count
+        asked = len(self._signals)
         speaks = self._plan.sglang is not None and (asked or self._has_ended_elsewhere())
         if speaks and not asked:
             self._console.print("another node has ended the server")
@@ -309,15 +278,14 @@ class Launcher:
 
         def hurry() -> bool:
             self._echo_logs()
-            return self._signals.count > max(1, asked)
+            return len(self._signals) > max(1, asked)
 
         # SGLang first: its requests need the cache rank until they are finished.
         for rank in reversed(self._ranks()):
             drain_s = self._plan.drain_timeout_s if asked else 0.0
             rank.stop(drain_s + self._plan.exit_timeout_s, hurry)
         self._echo_logs()
-        if self._holder is not None:
-            self._holder.close()
+        self._held.close()
         self._watchdog.close()
         self._plan.clean_up(keep_logs)
         if speaks:

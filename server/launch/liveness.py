@@ -34,16 +34,15 @@ class Liveness:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._generation = 0
         self.expect_start()
 
     def expect_start(self) -> None:
         """Forget what was known: the rank is started now, and not judged before it was ready."""
         with self._lock:
-            self._was_ready = False
-            self._answered = time.monotonic()
-            self._stalled_s = 0.0
-            self._reason = ""
-            self._generation = getattr(self, "_generation", 0) + 1
+            self._was_ready, self._answered = False, time.monotonic()
+            self._stalled_s, self._reason = 0.0, ""
+            self._generation += 1
 
     def note_ready(self) -> None:
         """Take for known that it is ready: whoever started it has seen so."""
@@ -73,24 +72,20 @@ class Liveness:
             if self._stalled_s > timeout_s:
                 return f"its work has not moved for {self._stalled_s:.0f} s"
             silent_s = time.monotonic() - self._answered
-            return (
-                f"no answer for {silent_s:.0f} s ({self._reason})" if silent_s > timeout_s else None
-            )
+            is_silent = silent_s > timeout_s
+            return f"no answer for {silent_s:.0f} s ({self._reason})" if is_silent else None
 
     def _run(self) -> None:
         turn = time.monotonic()
         while not self._stopping.is_set():
             generation = self._generation
-            pulse, reason = None, ""
+            reason = ""
             try:
-                pulse = self._ask()
+                pulse: Pulse | None = self._ask()
             except TandemKVError as error:
-                reason = str(error)
-            except (
-                Exception
-            ) as error:  # e.g. no more descriptors here: nothing is known of the rank
+                pulse, reason = None, str(error)
+            except Exception:  # e.g. no more descriptors here: nothing is known of the rank
                 pulse = Pulse(is_ready=False, stalled_s=0.0)
-                reason = f"{type(error).__name__}: {error}"
             now = time.monotonic()
             with self._lock:
                 if generation == self._generation:

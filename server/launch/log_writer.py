@@ -31,13 +31,10 @@ class BoundedLog:
 
     def write(self, data: bytes) -> None:
         """Append `data`. What the disk does not take is counted, and said later in the log."""
-        if self._lost_bytes:
-            note = f"[{self._lost_bytes} bytes of this log were lost: the disk took none]\n"
-            if not self._append(note.encode()):
-                self._lost_bytes += len(data)
-                return
+        note = f"[{self._lost_bytes} bytes of this log were lost: the disk took none]\n"
+        if self._lost_bytes and self._append(note.encode()):
             self._lost_bytes = 0
-        if not self._append(data):
+        if self._lost_bytes or not self._append(data):
             self._lost_bytes += len(data)
 
     def _append(self, data: bytes) -> bool:

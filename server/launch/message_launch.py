@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from rich.console import Console
@@ -34,7 +32,7 @@ from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.server.checks.ports import choose_port
-from tandemkv.server.checks.preflight import check_policy, resolve_cache_rank
+from tandemkv.server.checks.preflight import resolve_cache_rank
 from tandemkv.server.checks.shared_gpus import check_shared_gpus
 from tandemkv.server.plan.devices import cache_rank_device
 from tandemkv.server.settings.launch_settings import ServeSettings
@@ -48,6 +46,7 @@ from .cache_rank_launch import (
     cache_rank_launch,
     cache_rank_pulse,
     clean_run_dir,
+    log_to_stderr,
     restart_rules,
 )
 from .child_process import ChildSpec
@@ -125,16 +124,10 @@ def run_pump(settings: ServeSettings, path: Path, rank: int = 0) -> None:
 
     It serves once the cache rank lets it in: the two hosts may start in any order.
 
-    Raises
-    ------
-    SettingsError
-        If address or keys are missing, or unusable.
-    HandshakeRefusedError
-        If the cache rank does not let us in.
-    CacheRankError
-        If another process serves the run directory.
+    Raises `SettingsError` if address or keys are missing or unusable, `HandshakeRefusedError` if
+    the cache rank does not let us in, `CacheRankError` if another process serves the run directory.
     """
-    _log()
+    log_to_stderr()
     keys = _keys(settings)
     address = LinkAddress.parse_peer(settings.cache_rank_addresses[rank])
     own, server = own_keys(keys, INFERENCE_RANK), public_key(keys, CACHE_RANK)
@@ -160,16 +153,11 @@ def run_far_rank(
     end. `address` is ``tcp://HOST:PORT`` of one interface. Inference ranks may come from `hosts`;
     none: from any.
 
-    Raises
-    ------
-    SettingsError, UnsupportedModelError
-        Before anything is started.
-    CacheRankError
-        If the address cannot be bound.
-    LaunchError
-        If the cache rank did not become ready, or ended too often.
+    Raises `SettingsError` or `UnsupportedModelError` before anything is started, `CacheRankError`
+    if the address cannot be bound, `LaunchError` if the cache rank did not become ready, or ended
+    too often.
     """
-    _log()
+    log_to_stderr()
     keys, where = _keys(settings), LinkAddress.parse(address)
     with _loading_at_once():
         settings, model_dir, device = _resolve_far(settings, rank, console)
@@ -189,7 +177,8 @@ def run_far_rank(
     )  # fmt: skip
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(alone), encoding="utf-8")
-    serving = _Serving(FarPump(run_dir, ours, door, rank, homes).run)
+    stop, run = threading.Event(), FarPump(run_dir, ours, door, rank, homes).run
+    pump = threading.Thread(target=run, args=(stop,), name="far pump")
     plan = LaunchPlan(
         # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
         # one host.
@@ -202,8 +191,8 @@ def run_far_rank(
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         # Whoever starts us again after SIGKILL may be in a directory that was given by then.
         watched=(*run_dir.made, glob.escape(str(run_dir.path))) if is_ours else (),
-        make_holder=serving.start,
-        is_over=lambda: serving.has_ended,
+        holder=lambda: _serving(pump, stop),
+        is_over=lambda: not pump.is_alive(),  # it ended by itself, and the K/V went with it
         banner=f"cache rank at {door.address}",
     )
     Launcher(plan, console, verbose=verbose).run()
@@ -226,7 +215,6 @@ def _resolve_far(
 ) -> tuple[ServeSettings, Path, str]:
     """Return what cache rank `rank` of another host is to be told, its model, and its device."""
     settings = settings.model_copy(update={"transport": "message"})
-    check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
     settings, model_dir = resolve_cache_rank(settings, device, console.print)
     last = settings.rank_settings.placement.num_shards - 1
@@ -238,27 +226,15 @@ def _resolve_far(
     return settings, model_dir, device
 
 
-class _Serving:
-    """A pump in a thread, as long as the launch lives."""
-
-    def __init__(self, run: Callable[[threading.Event], None]) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=run, args=(self._stop,), name="far pump")
-
-    def start(self) -> Self:
-        """Begin to serve."""
-        self._thread.start()
-        return self
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it ended by itself, which ends the launch: the K/V went with it."""
-        return not self._thread.is_alive()
-
-    def close(self) -> None:
-        """End it, and with it the memory."""
-        self._stop.set()
-        self._thread.join()
+@contextlib.contextmanager
+def _serving(pump: threading.Thread, stop: threading.Event) -> Iterator[None]:
+    """Have a pump serve in a thread, as long as the launch lives; the memory ends with it."""
+    pump.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        pump.join()
 
 
 def _keys(settings: ServeSettings) -> Path:
@@ -268,9 +244,3 @@ def _keys(settings: ServeSettings) -> Path:
             "`tandemkv link-keys` made"
         )
     return settings.link_keys
-
-
-def _log() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )

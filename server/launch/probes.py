@@ -43,7 +43,8 @@ def server_state(url: str, timeout_s: float = 2.0, *, instance: str | None = Non
         return ServerState(
             reachable=True, ready=False, detail="the server runs without the tandemkv plugin"
         )
-    found = _text_in(body, "instance")
+    reply = _object_in(body) or {}
+    found = str(reply.get("instance", ""))
     # An error may come from SGLang itself, which knows no instance.
     if instance is not None and found != instance and (found or code == 200):
         who = "a server of tandemkv" if found else "a server"
@@ -54,17 +55,17 @@ def server_state(url: str, timeout_s: float = 2.0, *, instance: str | None = Non
             "or choose another --port",
             is_other=True,
         )
-    text = _text_in(body, "reason") or " ".join(body.decode("utf-8", errors="replace").split())
+    text = str(reply.get("reason", "")) or " ".join(body.decode("utf-8", errors="replace").split())
     return ServerState(reachable=True, ready=code == 200, detail=text[:300] or f"HTTP {code}")
 
 
-def _text_in(body: bytes, key: str) -> str:
-    """Return the value of `key` in a reply in JSON, if it has one."""
+def _object_in(body: bytes) -> dict[str, Any] | None:
+    """Return a reply in JSON; None if it is none."""
     try:
         found = json.loads(body)
     except ValueError:
-        return ""
-    return str(found.get(key, "")) if isinstance(found, dict) else ""
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def fetch_status(url: str) -> dict[str, Any]:
@@ -84,11 +85,8 @@ def fetch_status(url: str) -> dict[str, Any]:
         ) from error
     if code == 404:
         raise StatusUnavailableError(f"{url} is a server without the tandemkv plugin")
-    try:
-        status = json.loads(body)
-    except ValueError:
-        status = None
-    if not isinstance(status, dict):
+    status = _object_in(body)
+    if status is None:
         raise StatusUnavailableError(f"{address} answered HTTP {code} without a status")
     return status
 

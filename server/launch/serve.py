@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -21,14 +22,8 @@ from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.checks.ports import server_url
-from tandemkv.server.checks.preflight import (
-    ResolvedLaunch,
-    check_policy,
-    resolve_cache_rank,
-    resolve_launch,
-)
-from tandemkv.server.cli.progress import StartProgress
-from tandemkv.server.cli.start_view import start_view
+from tandemkv.server.checks.preflight import ResolvedLaunch, resolve_cache_rank, resolve_launch
+from tandemkv.server.cli.start_view import StartProgress, start_view
 from tandemkv.server.models.embedded_model import cache_root
 from tandemkv.server.plan.devices import cache_rank_device
 from tandemkv.server.settings.launch_settings import ServeSettings
@@ -45,6 +40,7 @@ from .cache_rank_launch import (
     cache_rank_detail,
     cache_rank_launches,
     clean_run_dir,
+    log_to_stderr,
     restart_rules,
     status_detail,
 )
@@ -71,14 +67,9 @@ def serve(
 ) -> None:
     """Check, start both ranks, serve until a signal, shut down.
 
-    With `split` SGLang alone is started here, once the cache rank answers.
-
-    Raises
-    ------
-    SettingsError, UnsupportedModelError
-        Before anything is started.
-    LaunchError
-        If a rank did not become ready, or ended too often.
+    With `split` SGLang alone is started here, once the cache rank answers. Raises `SettingsError`
+    or `UnsupportedModelError` before anything is started, `LaunchError` if a rank did not become
+    ready, or ended too often.
     """
     progress = StartProgress(console)
     with progress.stage(f"model {settings.model}"):
@@ -108,8 +99,8 @@ def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) ->
     refuse_live_server(run_dir)
     numbers = ("", "[1-9]", "[1-9][0-9]")  # of the cache ranks
     logs = [_SGLANG_LOG, *(f"{name}{number}.log" for name in CACHE_RANK_LOGS for number in numbers)]
-    for log in logs:
-        for path in (*run_dir.path.glob(log), *run_dir.path.glob(f"{log}.1")):
+    for pattern in (*logs, *(f"{log}.1" for log in logs)):
+        for path in run_dir.path.glob(pattern):
             path.unlink(missing_ok=True)
     run_dir.clear_sglang()
     return run_dir
@@ -127,7 +118,7 @@ def refuse_live_server(run_dir: RunDir) -> None:
         )
 
 
-def prepare_sglang(run_dir: RunDir) -> None:
+def _prepare_sglang(run_dir: RunDir) -> None:
     """Make the run directory ready for SGLang's first start, or the next one."""
     run_dir.clear_sglang()
     sglang_folders(run_dir)
@@ -173,7 +164,8 @@ def make_plan(
     fresh.replace(run_dir.path / SETTINGS_FILE)
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
-    ask_state, ask_pulse, shown = _front(settings, run_dir, url)
+    ask_state, ask_pulse = _front(settings, run_dir, url)
+    argv, env = inference_rank_command(launch, run_dir)
     return LaunchPlan(
         cache_ranks=message_launches(settings, run_dir, is_far_here=is_far_here)
         if launch.placement.has_far_host
@@ -181,16 +173,22 @@ def make_plan(
             settings, run_dir, stop_signal=signal.SIGINT if split is None else None
         ),
         meanwhile=MEANWHILE,
-        sglang=_sglang_spec(launch, run_dir),
+        sglang=ChildSpec(
+            name="SGLang",
+            argv=argv,
+            env=env,
+            log_path=run_dir.path / _SGLANG_LOG,
+            hang_signal=signal.SIGQUIT,  # as from a child of its that died
+        ),
         sglang_waits=launch.placement.has_far_host,
         server_state=ask_state,
         ends_with_sglang=settings.nnodes > 1,
-        banner=shown,
+        banner=banner(settings, url, run_dir.path),
         rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
-        before_sglang=lambda: prepare_sglang(run_dir),
-        make_holder=lambda: make_holder(run_dir, launch.placement.engines_of(settings.node_rank)),
+        before_sglang=lambda: _prepare_sglang(run_dir),
+        holder=lambda: hold_memory(run_dir, launch.placement.engines_of(settings.node_rank)),
         watched=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
         sglang_pulse=ask_pulse,
@@ -199,28 +197,19 @@ def make_plan(
 
 def _front(
     settings: ServeSettings, run_dir: RunDir, url: str
-) -> tuple[Callable[[], ServerState], Callable[[], Pulse], str]:
-    """Return how this host's SGLang is asked for its state and its pulse, and what is shown then.
+) -> tuple[Callable[[], ServerState], Callable[[], Pulse]]:
+    """Return how this host's SGLang is asked for its state and its pulse.
 
     The server is at `url`, on the first host; on another there are schedulers alone.
     """
     if settings.node_rank:
-        return (
-            lambda: scheduler_state(run_dir),
-            lambda: scheduler_pulse(run_dir),
-            node_banner(settings, run_dir.path),
-        )
-    return (
-        lambda: server_state(url, instance=run_dir.instance),
-        lambda: sglang_pulse(run_dir, url),
-        banner(settings, url, run_dir.path),
-    )
+        return partial(scheduler_state, run_dir), partial(scheduler_pulse, run_dir)
+    state = partial(server_state, url, instance=run_dir.instance)
+    return state, partial(sglang_pulse, run_dir, url)
 
 
-def make_holder(run_dir: RunDir, engines: Sequence[int]) -> ExitStack | None:
-    """Return what holds the memory of `engines`, by their numbers; None for none."""
-    if not engines:
-        return None
+def hold_memory(run_dir: RunDir, engines: Sequence[int]) -> ExitStack:
+    """Return what holds the memory of `engines`, by their numbers."""
     with ExitStack() as held:
         for rank in engines:
             own = run_dir.of_rank(rank)
@@ -242,17 +231,6 @@ def inference_rank_command(
     )
     env = sglang_env(settings, os.environ, run_dir=run_dir.path, device=device)
     return argv, env | sglang_folders(run_dir)
-
-
-def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
-    argv, env = inference_rank_command(launch, run_dir)
-    return ChildSpec(
-        name="SGLang",
-        argv=argv,
-        env=env,
-        log_path=run_dir.path / _SGLANG_LOG,
-        hang_signal=signal.SIGQUIT,  # as from a child of its that died
-    )
 
 
 def start_report(run_dir: RunDir) -> RenderableType | None:
@@ -278,7 +256,16 @@ def sglang_pulse(run_dir: RunDir, url: str) -> Pulse:
 
 
 def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
-    """Return what is shown once the server is ready, rich markup."""
+    """Return what is shown once the server, or a host that serves no requests, is ready.
+
+    It is rich markup.
+    """
+    placement = escape(settings.rank_settings.placement.describe())
+    if settings.node_rank:
+        return (
+            f"\n[bold green]ready[/]: node {settings.node_rank} of {settings.nnodes}; node 0 "
+            f"serves requests  (logs in {run_dir})\n{placement}\n\nCtrl-C stops all nodes."
+        )
     body = {
         "model": served_name(settings),
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -290,7 +277,7 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     text = escape(json.dumps(body))
     return (
         f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, logs in {run_dir})\n"
-        f"{escape(settings.rank_settings.placement.describe())}\n"
+        f"{placement}\n"
         f"policy [bold]{escape(selection.policy)}[/], K = {selection.budget_tokens} tokens and "
         f"{selection.num_samples} samples per KV head, exact layers {exact}, cache for "
         f"{settings.cache.capacity_tokens} tokens\n\n"
@@ -301,36 +288,17 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     )
 
 
-def node_banner(settings: ServeSettings, run_dir: Path) -> str:
-    """Return what is shown once a host is ready that serves no requests, rich markup."""
-    return (
-        f"\n[bold green]ready[/]: node {settings.node_rank} of {settings.nnodes}; node 0 serves "
-        f"requests  (logs in {run_dir})\n"
-        f"{escape(settings.rank_settings.placement.describe())}\n\n"
-        "Ctrl-C stops all nodes."
-    )
-
-
 def run_cache_rank_process(settings: ServeSettings, paths: Sequence[Path], rank: int = 0) -> None:
     """Be the cache rank of the run directories `paths`, until a signal; see `cache_rank.process`.
 
-    `rank` is its number, of all cache ranks.
-
-    Raises
-    ------
-    SettingsError, UnsupportedModelError, PolicyError
-        If a directory, the model or the policy cannot be used.
-    CacheRankError
-        If another cache rank serves a directory.
+    `rank` is its number, of all cache ranks. Raises `SettingsError` or `UnsupportedModelError` if a
+    directory or the model cannot be used, `CacheRankError` if another cache rank serves one.
     """
     from tandemkv.cache_rank.process import run_cache_rank
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     logger = logging.getLogger(__name__)
     run_dirs = [RunDir.create(path).path for path in paths]
-    check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
     settings, model_dir = resolve_cache_rank(settings, device, logger.info)
     run_cache_rank(

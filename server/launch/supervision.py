@@ -23,7 +23,6 @@ from .child_process import ChildProcess
 from .liveness import Liveness
 from .watchdog import Watchdog, remove_segments, shared_memory_of
 
-FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_S = 15.0
 """A rank that lived this long starts over with the shortest pause."""
@@ -47,7 +46,7 @@ class RestartRules:
     hang_timeout_s: float
     start_timeout_s: float
     max_restarts: int
-    first_backoff_s: float = FIRST_BACKOFF_S
+    first_backoff_s: float = 0.5
 
 
 class SupervisedRank:
@@ -60,6 +59,7 @@ class SupervisedRank:
     def __init__(
         self,
         child: ChildProcess,
+        watchdog: Watchdog,
         liveness: Liveness,
         rules: RestartRules,
         console: Console,
@@ -68,12 +68,12 @@ class SupervisedRank:
         before_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.child = child
+        self._watchdog = watchdog
         self.liveness = liveness
         self._rules = rules
         self._console = console
         self._meanwhile = meanwhile
         self._before_start = before_start
-        self._watchdog: Watchdog | None = None
         self._started = 0.0
         self._backoff_s = rules.first_backoff_s
         self._restart_at: float | None = None
@@ -81,35 +81,30 @@ class SupervisedRank:
         self._is_coming_back = False
         self._kill_at: float | None = None
 
-    def start(self, watchdog: Watchdog) -> None:
+    def start(self) -> None:
         """Start it for the first time, or again."""
-        self._watchdog = watchdog
         reach("launcher.start")
         self._before_start()
         self.liveness.expect_start()
         self.child.start()
         self._started = time.monotonic()
-        watchdog.watch(self.child.pid)
+        self._watchdog.watch(self.child.pid)
 
     def end_group(self) -> None:
         """End what is left of it, and remove its shared memory."""
-        pid = self.child.pid
-        segments = shared_memory_of([pid])
-        self.child.kill_group()
-        remove_segments(segments)
-        if self._watchdog is not None:
-            self._watchdog.forget(pid)
+        self._end(self.child.kill_group)
 
     def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
         """Ask it to end, and end it after `grace_s`; see `ChildProcess.stop`."""
         self.liveness.stop()
-        if not self.child.is_started:
-            return
+        if self.child.is_started:
+            self._end(lambda: self.child.stop(grace_s, hurry))
+
+    def _end(self, end: Callable[[], None]) -> None:
         segments = shared_memory_of([self.child.pid])
-        self.child.stop(grace_s, hurry)
+        end()
         remove_segments(segments)
-        if self._watchdog is not None:
-            self._watchdog.forget(self.child.pid)
+        self._watchdog.forget(self.child.pid)
 
     def keep(self) -> None:
         """Do what is due: called every moment while serving. Never waits.
@@ -119,9 +114,9 @@ class SupervisedRank:
         reach("launcher.turn")
         now = time.monotonic()
         if self._restart_at is not None:
-            if now >= self._restart_at and self._watchdog is not None:
+            if now >= self._restart_at:
                 self._restart_at = None
-                self.start(self._watchdog)
+                self.start()
                 self._is_coming_back = True
                 self._say(f"{self.child.spec.name} restarted, pid {self.child.pid}")
             return
@@ -142,10 +137,10 @@ class SupervisedRank:
             return
         reason = self.liveness.hangs(self._rules.hang_timeout_s)
         limit = f"{self._rules.hang_timeout_s:g} s (--hang-timeout-s)"
-        if reason is None and not self.liveness.was_ready:
+        is_late = now - self._started > self._rules.start_timeout_s
+        if is_late and not self.liveness.was_ready:
+            reason = "it does not become ready"
             limit = f"{self._rules.start_timeout_s:g} s (--start-timeout-s)"
-            if now - self._started > self._rules.start_timeout_s:
-                reason = "it does not become ready"
         if reason is not None:
             self._say(
                 f"[red]{self.child.spec.name} hangs[/]: {escape(reason)}, allowed are {limit}; "

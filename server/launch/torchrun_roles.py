@@ -139,9 +139,8 @@ def forget_torchrun(environ: MutableMapping[str, str]) -> None:
     take RANK, WORLD_SIZE and LOCAL_RANK for places in SGLang's tensor-parallel group. What is for
     any torch program (OMP_NUM_THREADS) stays.
     """
-    for name in list(environ):
-        if name in _OF_THE_GROUP or name.startswith(_OF_THE_AGENT):
-            del environ[name]
+    for name in [x for x in environ if x in _OF_THE_GROUP or x.startswith(_OF_THE_AGENT)]:
+        del environ[name]
 
 
 def open_cache_ranks(settings: ServeSettings, worker: Worker) -> int | None:

@@ -72,9 +72,8 @@ class Watchdog:
     """
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
-        argv = [sys.executable, "-I", "-S", __file__, *patterns]
         self._popen = subprocess.Popen(
-            argv,
+            [sys.executable, "-I", "-S", __file__, *patterns],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -101,11 +100,9 @@ class Watchdog:
 
     def _tell(self, line: str) -> None:
         assert self._popen.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it was killed itself; PR_SET_PDEATHSIG is left
             self._popen.stdin.write(line + "\n")
             self._popen.stdin.flush()
-        except OSError:  # the watchdog itself was killed; PR_SET_PDEATHSIG is left
-            pass
 
 
 def _main() -> None:

@@ -37,25 +37,15 @@ class EmbeddedModelError(TandemKVError):
 def embedded_model_dir(progress: Callable[[str], object] = lambda _: None) -> Path:
     """Return the directory of the embedded model, converting it on first use.
 
+    It is in Hugging Face layout (bfloat16 safetensors, 270 MB), and its path is absolute.
     `progress` is told the start of each stage, if there is anything to do.
 
-    Returns
-    -------
-    pathlib.Path
-        A directory in Hugging Face layout (bfloat16 safetensors, 270 MB), absolute.
-
-    Raises
-    ------
-    EmbeddedModelError
-        If the package that carries the model is missing, the conversion's libraries are missing,
-        or the cache folder cannot be written.
-
-    Notes
-    -----
     A directory is used when its manifest fits the conversion in this file and every file that
     the manifest lists has the listed size; that takes under a millisecond. Else it is made
     anew in a temporary folder beside it (some seconds, about 1.5 GB of memory) and renamed, under
-    a file lock: other processes see the whole directory or none.
+    a file lock: other processes see the whole directory or none. Raises `EmbeddedModelError` if the
+    package that carries the model or the conversion's libraries are missing, or the cache folder
+    cannot be written.
     """
     root = cache_root() / "models"
     target = root / DIRECTORY
@@ -101,10 +91,10 @@ def find_gguf() -> Path:
     spec = importlib.util.find_spec(MODULE)
     if spec is None or not spec.submodule_search_locations:
         raise EmbeddedModelError(f"the package {PACKAGE} is not installed: {advice}")
-    for location in spec.submodule_search_locations:
-        for path in sorted(Path(location).glob("*.gguf")):
-            return path
-    raise EmbeddedModelError(f"the package {PACKAGE} holds no .gguf file: {advice}")
+    found = [x for place in spec.submodule_search_locations for x in Path(place).glob("*.gguf")]
+    if not found:
+        raise EmbeddedModelError(f"the package {PACKAGE} holds no .gguf file: {advice}")
+    return min(found)
 
 
 def is_valid(directory: Path) -> bool:
@@ -150,7 +140,6 @@ def _build(gguf: Path, target: Path, report: Callable[[str], object]) -> None:
 
 def _write_manifest(gguf: Path, directory: Path) -> None:
     """List the files of a converted directory with sizes and hashes, and where they come from."""
-    files = {path.name: _fingerprint(path) for path in sorted(directory.iterdir())}
     manifest: dict[str, Any] = {
         "recipe": RECIPE,
         "source": {
@@ -160,10 +149,10 @@ def _write_manifest(gguf: Path, directory: Path) -> None:
             **_fingerprint(gguf),
         },
         "made_with": {name: version_of(name) or "unknown" for name in _MAKERS},
-        "files": files,
+        "files": {path.name: _fingerprint(path) for path in sorted(directory.iterdir())},
     }
-    path = directory / MANIFEST
-    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(manifest, indent=2) + "\n"
+    (directory / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def _fingerprint(path: Path) -> dict[str, int | str]:

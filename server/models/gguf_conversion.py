@@ -29,15 +29,9 @@ MAX_CONTEXT = 8192
 def convert_gguf(gguf: Path, out: Path, report: Callable[[str], object]) -> None:
     """Write weights, configuration and tokenizer of a SmolLM2 GGUF file into a directory.
 
-    `gguf` is SmolLM2-135M-Instruct, Q4_1 or finer; `out` is an existing, empty directory.
+    `gguf` is SmolLM2-135M-Instruct, Q4_1 or finer; `out` is an existing, empty directory. Raises
+    `OSError` if a file cannot be read or written.
 
-    Raises
-    ------
-    OSError
-        If a file cannot be read or written.
-
-    Notes
-    -----
     transformers' GGUF reader gets weights and chat template right, but (5.12.1) names the wrong
     end token, keeps no padding token, and loses the pre-tokenizer that splits digits one by one.
     These are put back as in the original model. Two runs write identical bytes.
@@ -71,8 +65,7 @@ def repaired_tokenizer(source: Any) -> Any:
     """
     rules = json.loads(source.backend_tokenizer.to_str())
     byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
-    rules["normalizer"] = None
-    rules["post_processor"] = None
+    rules["normalizer"] = rules["post_processor"] = None
     rules["pre_tokenizer"] = {
         "type": "Sequence",
         "pretokenizers": [

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,21 +41,6 @@ class Choice:
     cost: CostConstants = H200
 
 
-def plan_all(
-    shape: ModelShape,
-    load: Workload,
-    *,
-    num_gpus: int,
-    gpu_bytes: int,
-    cost: CostConstants = H200,
-) -> tuple[PlacementPlan, ...]:
-    """Return every placement that `num_gpus` GPUs of `gpu_bytes` allow, stock SGLang first."""
-    return tuple(
-        _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=cost)
-        for placement in possible_placements(shape, num_gpus)
-    )
-
-
 def choose_placement(
     shape: ModelShape,
     load: Workload,
@@ -66,66 +52,40 @@ def choose_placement(
 ) -> Choice:
     """Choose the placement with the least predicted time per token among those that fit.
 
-    Parameters
-    ----------
-    shape : ModelShape
-        The model.
-    load : Workload
-        What is served.
-    num_gpus : int
-        GPUs of one host, all alike.
-    gpu_bytes : int
-        Memory of each.
-    available : Collection[str], optional
-        Names of the placements that may be chosen; default all. Stock SGLang never is.
-    cost : CostConstants
-        Of the hardware.
-
-    Returns
-    -------
-    Choice
-        With every plan, for comparison.
-
-    Raises
-    ------
-    SettingsError
-        If there is no GPU.
+    All `num_gpus` GPUs of one host have `gpu_bytes` each. `available` names the placements that may
+    be chosen; default all. Stock SGLang never is, and comes first of the plans, which are all there
+    for comparison. Raises `SettingsError` if there is no GPU.
     """
-    plans = plan_all(shape, load, num_gpus=num_gpus, gpu_bytes=gpu_bytes, cost=cost)
+    plans = tuple(
+        _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=cost)
+        for placement in possible_placements(shape, num_gpus)
+    )
     dense, *own = plans
     if available is not None:
         own = [plan for plan in own if plan.placement.name in available]
-    fitting = [plan for plan in own if plan.fits]
-    if not fitting:
-        reason = _why_none_fits(own, shape, load, gpu_bytes)
-        return Choice(plans=plans, chosen=None, reason=reason, cost=cost)
-    best = min(fitting, key=lambda plan: (plan.step.tpot_ms, plan.placement.num_gpus))
-    reason = _reason(best, fitting, own, dense, load)
-    return Choice(
-        plans=plans, chosen=best, reason=f"{reason}; constants of {cost.origin}", cost=cost
+    best = min(
+        (plan for plan in own if plan.fits),
+        key=lambda plan: (plan.step.tpot_ms, plan.placement.num_gpus),
+        default=None,
     )
-
-
-def _why_none_fits(
-    own: Collection[PlacementPlan], shape: ModelShape, load: Workload, gpu_bytes: int
-) -> str:
-    if not own:
-        return "none of the placements that this version offers is possible here"
-    least = min(own, key=lambda plan: plan.memory.largest.total)
-    return _overflow(least, shape, load, gpu_bytes)
+    if best is not None:
+        reason = f"{_reason(best, own, dense, load)}; constants of {cost.origin}"
+    elif own:
+        least = min(own, key=lambda plan: plan.memory.largest.total)
+        reason = _overflow(least.placement, least.memory, shape, load, gpu_bytes)
+    else:
+        reason = "none of the placements that this version offers is possible here"
+    return Choice(plans=plans, chosen=best, reason=reason, cost=cost)
 
 
 def check_fits(placement: Placement, shape: ModelShape, load: Workload, *, gpu_bytes: int) -> None:
     """Refuse a load that `placement` cannot hold.
 
-    Raises
-    ------
-    SettingsError
-        With each part in GiB, and the concurrency or context that would fit.
+    Raises `SettingsError`, with each part in GiB, and the concurrency or context that would fit.
     """
-    plan = _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=H200)
-    if not plan.fits:
-        raise SettingsError(_overflow(plan, shape, load, gpu_bytes))
+    memory = memory_of(placement, shape, load)
+    if not _fits(memory, gpu_bytes):
+        raise SettingsError(_overflow(placement, memory, shape, load, gpu_bytes))
 
 
 def largest_fitting(
@@ -135,16 +95,12 @@ def largest_fitting(
 
     Found by bisection: memory never shrinks when a field grows.
     """
-    low, high = 0, int(getattr(load, field))
-    while low < high:
-        middle = (low + high + 1) // 2
-        changes: dict[str, Any] = {field: middle, "capacity_tokens": None}
-        trial = replace(load, **changes)
-        if _fits(memory_of(placement, shape, trial), gpu_bytes):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def overflows(number: int) -> bool:
+        changes: dict[str, Any] = {field: number, "capacity_tokens": None}
+        return not _fits(memory_of(placement, shape, replace(load, **changes)), gpu_bytes)
+
+    return bisect_left(range(1, getattr(load, field) + 1), True, key=overflows)
 
 
 def break_even_tokens(
@@ -159,16 +115,14 @@ def break_even_tokens(
     dense = Placement(kind=PlacementKind.DENSE, tp_size=tp_size)
     own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=tp_size)
 
-    def is_dense_faster(context: int) -> bool:
+    def is_own_faster(context: int) -> bool:
         trial = replace(load, context_tokens=context, capacity_tokens=None)
         times = [predict_step(x, shape, trial, cost).tpot_ms for x in (dense, own)]
-        return times[0] <= times[1]
+        return times[1] < times[0]
 
-    low, high = load.attended_tokens // 256, load.context_tokens // 256
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_dense_faster(256 * middle) else (low, middle - 1)
-    return 256 * low
+    least = load.attended_tokens // 256 * 256
+    longer = range(least + 256, load.context_tokens + 1, 256)
+    return least + 256 * bisect_left(longer, True, key=is_own_faster)
 
 
 def break_even_batch_tokens(
@@ -188,12 +142,7 @@ def break_even_batch_tokens(
 
 
 def _plan(
-    placement: Placement,
-    shape: ModelShape,
-    load: Workload,
-    *,
-    gpu_bytes: int,
-    cost: CostConstants,
+    placement: Placement, shape: ModelShape, load: Workload, *, gpu_bytes: int, cost: CostConstants
 ) -> PlacementPlan:
     memory = memory_of(placement, shape, load)
     return PlacementPlan(
@@ -208,12 +157,13 @@ def _fits(memory: PlacementMemory, gpu_bytes: int) -> bool:
     return memory.largest.total <= gpu_bytes * USABLE_FRACTION
 
 
-def _overflow(plan: PlacementPlan, shape: ModelShape, load: Workload, gpu_bytes: int) -> str:
-    placement = plan.placement
+def _overflow(
+    placement: Placement, memory: PlacementMemory, shape: ModelShape, load: Workload, gpu_bytes: int
+) -> str:
     usable = gpu_bytes * USABLE_FRACTION
     roles = ", ".join(
         f"each {role} GPU needs {footprint.total / GIB:.1f} GiB ({footprint.describe()})"
-        for role, footprint in plan.memory.roles
+        for role, footprint in memory.roles
         if footprint.total > usable
     )
     concurrency = largest_fitting(placement, shape, load, "concurrency", gpu_bytes=gpu_bytes)
@@ -235,17 +185,15 @@ def _overflow(plan: PlacementPlan, shape: ModelShape, load: Workload, gpu_bytes:
 
 
 def _reason(
-    best: PlacementPlan,
-    fitting: Iterable[PlacementPlan],
-    own: Iterable[PlacementPlan],
-    dense: PlacementPlan,
-    load: Workload,
+    best: PlacementPlan, own: Iterable[PlacementPlan], dense: PlacementPlan, load: Workload
 ) -> str:
-    others = [plan for plan in fitting if plan is not best]
-    left_out = [plan.placement.name for plan in own if not plan.fits]
     words = [f"least predicted time per token, {best.step.tpot_ms:.1f} ms"]
-    words += [f"{plan.placement.name} {plan.step.tpot_ms:.1f} ms" for plan in others]
-    if left_out:
+    words += [
+        f"{plan.placement.name} {plan.step.tpot_ms:.1f} ms"
+        for plan in own
+        if plan.fits and plan is not best
+    ]
+    if left_out := [plan.placement.name for plan in own if not plan.fits]:
         words.append(f"{', '.join(left_out)} does not fit")
     if not dense.fits:
         words.append("stock SGLang cannot hold this load")

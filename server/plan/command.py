@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -18,13 +17,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSetting
 from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.launch.sglang_command import captures_steps
-from tandemkv.server.settings.flags import (
-    OPERATION,
-    RANK_FLAGS,
-    SELECTION,
-    SWITCH,
-    with_flags,
-)
+from tandemkv.server.settings.flags import OPERATION, RANK_FLAGS, SELECTION, SWITCH, with_flags
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 from tandemkv.server.settings.sources import Sourced, load_settings
 
@@ -139,10 +132,12 @@ def plan(
     cost, note = _constants(measure)
     policy = settings.selection.policy
     is_captured = captures_steps(policy)
-    available = None if is_captured else _in_process(shape, gpus)
+    possible = possible_placements(shape, gpus)
+    in_process = {each.name for each in possible if each.kind is PlacementKind.IN_PROCESS}
     choice = choose_placement(
-        shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost, available=available
-    )
+        shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost,
+        available=None if is_captured else in_process,
+    )  # fmt: skip
     if as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
         typer.echo(json.dumps(found, indent=2))
@@ -155,15 +150,13 @@ def plan(
         if choice.chosen is not None:
             command = _command(model, choice.chosen.placement, load, flags, index_dtype)
             lines.insert(0, f"start it with\n  {command}")
-        _print(plan_view(choice, shape, load, gpu_bytes), lines)
+        console = Console(highlight=False)
+        for part in plan_view(choice, shape, load, gpu_bytes):
+            console.print(part)
+        for line in lines:
+            console.print(Text(line), soft_wrap=True)
     if choice.chosen is None:
         raise typer.Exit(1)
-
-
-def _in_process(shape: ModelShape, gpus: int) -> set[str]:
-    """Return the placements whose cache rank is SGLang's own process, by name."""
-    placements = possible_placements(shape, gpus)
-    return {each.name for each in placements if each.kind is PlacementKind.IN_PROCESS}
 
 
 def _bytes_here() -> int:
@@ -178,17 +171,9 @@ def _shape(model: str, dtype: str) -> ModelShape:
     """Return the shape of a directory's model, of the embedded one, or of one that is built in."""
     from tandemkv.server.checks.preflight import resolve_model
 
-    is_embedded = model == EMBEDDED_MODEL
-    source = str(resolve_model(model, lambda _: None)) if is_embedded else model
-    return find_shape(source, dtype=dtype)
-
-
-def _print(parts: Iterable[RenderableType], lines: Sequence[str]) -> None:
-    console = Console(highlight=False)
-    for part in parts:
-        console.print(part)
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
+    if model == EMBEDDED_MODEL:
+        model = str(resolve_model(model, lambda _: None))
+    return find_shape(model, dtype=dtype)
 
 
 def _constants(measure: bool) -> Constants:

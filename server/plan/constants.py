@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose constants predictions are made with here, and taking those of this machine."""
+"""Whose constants predictions are made with here, and taking those of this machine.
+
+A machine's profile is kept in the user's cache folder, one file for each kind of GPU.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pydantic import ValidationError
+
 from tandemkv.server.evaluation.provenance import visible_gpu
+from tandemkv.server.models.embedded_model import cache_root
 
 from .cost import H200, CostConstants
 from .footprint import GIB
 from .measure import ProfileError, take_measurements
 from .profile import Machine, MachineProfile
-from .profile_file import read_profile, write_profile
 
 if TYPE_CHECKING:
     from .device_timings import DeviceTimings
 
+_MOST_BYTES = 1 << 16
 ADVICE = "`tandemkv plan --measure` takes those of this machine in about 10 s"
 
 
@@ -45,15 +55,8 @@ def constants_here() -> Constants:
 def measure_here(progress: Callable[[str], None]) -> MachineProfile:
     """Time this machine's first GPU, keep that as its profile, and return it.
 
-    Parameters
-    ----------
-    progress : callable
-        Told what is timed, and where the profile is kept, or why it could not be.
-
-    Raises
-    ------
-    ProfileError
-        If there is no GPU, it has no room, or something else uses it.
+    `progress` is told what is timed, and where the profile is kept, or why it could not be. Raises
+    `ProfileError` if there is no GPU, it has no room, or something else uses it.
     """
     gpu = visible_gpu()
     if gpu is None:
@@ -85,10 +88,7 @@ def measure_here(progress: Callable[[str], None]) -> MachineProfile:
 def timings_here() -> DeviceTimings:
     """Return what times the operations of this machine's first GPU.
 
-    Raises
-    ------
-    ProfileError
-        If it has no room for them.
+    Raises `ProfileError` if it has no room for them.
     """
     import torch
 
@@ -102,3 +102,65 @@ def timings_here() -> DeviceTimings:
             f"{free / GIB:.1f} GiB are free on {device}; stop what runs there"
         )
     return DeviceTimings(device)
+
+
+class Found(NamedTuple):
+    """A profile that holds here; or None, and why there is none (empty: none was ever taken)."""
+
+    profile: MachineProfile | None
+    problem: str = ""
+
+
+def profile_path(gpu: str) -> Path:
+    """Return the file of a GPU's name; raises as `cache_root`, in which it is."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "gpu"
+    return cache_root() / "profiles" / f"{name}.json"
+
+
+def read_profile(machine: Machine) -> Found:
+    """Return the profile that was taken of `machine`.
+
+    One that was taken with another driver or version, and a file that cannot be read, are not
+    used; `Found.problem` says so.
+    """
+    path = profile_path(machine.gpu)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return Found(None)
+    except OSError as error:
+        return Found(None, f"the profile {path} cannot be read ({error.strerror})")
+    if len(text) > _MOST_BYTES:
+        return Found(None, f"the profile {path} is no profile: more than {_MOST_BYTES} bytes")
+    try:
+        profile = MachineProfile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        return Found(None, f"the profile {path} is no profile: {where}: {first['msg']}")
+    difference = machine.difference(profile.machine)
+    if difference:
+        return Found(None, f"the profile {path} was taken with {difference}")
+    return Found(profile)
+
+
+def write_profile(profile: MachineProfile) -> Path:
+    """Keep a profile, readable by its owner only, and return its file.
+
+    Written aside and renamed: nobody reads half of it. Raises `OSError` if it cannot be written.
+    """
+    path = profile_path(profile.machine.gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")  # mode 0600
+    draft = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(profile.model_dump_json(indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    return path

@@ -90,11 +90,7 @@ class CostConstants:
 
     def scan_bandwidth(self, index_dtype: str) -> float:
         """Return the bytes per second at which keys of `index_dtype` are scored."""
-        return {
-            "native": self.scan_bandwidth_native,
-            "int8": self.scan_bandwidth_int8,
-            "int4": self.scan_bandwidth_int4,
-        }[index_dtype]
+        return float(getattr(self, f"scan_bandwidth_{index_dtype}"))
 
 
 H200 = CostConstants()
@@ -186,6 +182,8 @@ def predict_step(
         )
         # The query goes there, its output comes back.
         exact_us = 2 * cost.handover_us + _remote_attention_us(placement, shape, load, cost)
+    if not load.selects:
+        select_us = exposed_us = 0.0
     return StepTime(
         weights_ms=weights_us / 1e3,
         overhead_ms=overhead_us / 1e3,
@@ -203,12 +201,8 @@ def _own_selection(
 
     `scanned` is the share of the layers whose keys are scanned.
     """
-    if not load.selects:
-        return 0.0, 0.0
     rest_us = (1 - scanned) * gather_us(load, cost)
-    whole_us = selection_us(
-        shape, load, placement.tp_size, cost, predictor_dtype=load.own_predictor_dtype
-    )
+    whole_us = selection_us(shape, load, placement.tp_size, cost, load.own_predictor_dtype)
     select_us = scanned * whole_us + rest_us
     if load.waits:
         return select_us, select_us - rest_us * cost.in_process_overlap
@@ -231,10 +225,8 @@ def _remote_selection(
 
     `model_us` is the model's own time a layer, `sparse` the number of layers that select.
     """
-    if not load.selects:
-        return 0.0, 0.0
-    parts, dtype = _num_parts(placement, shape), load.predictor_dtype
-    own_us = selection_us(shape, load, parts, cost, predictor_dtype=dtype)
+    parts = _num_parts(placement, shape)
+    own_us = selection_us(shape, load, parts, cost, load.predictor_dtype)
     rows_us = exchange_us(shape, load, placement.tp_size, cost, parts)
     select_us = scanned * own_us + (1 - scanned) * gather_us(load, cost) + rows_us
     own_us += rows_us
@@ -294,7 +286,6 @@ def selection_us(
     load: Workload,
     num_shards: float,
     cost: CostConstants,
-    *,
     predictor_dtype: str = "native",
 ) -> float:
     """Return the time to predict, scan, choose and gather for one layer on one of its shards.

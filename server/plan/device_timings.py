@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -123,7 +123,7 @@ class DeviceTimings:
         sizes = self._sizes
         shape = (sizes.batch * tokens, sizes.kv_heads, sizes.head_dim)
         keys, values = self._draw(*shape), self._draw(*shape)
-        query = self._draw(sizes.batch, sizes.qo_heads, sizes.head_dim)
+        query = self._query()
         decode = _flashinfer_decode if self.attention_by == "flashinfer" else _own_decode
         return self._timed(keys.nbytes + values.nbytes, decode(query, keys, values, tokens))
 
@@ -131,21 +131,13 @@ class DeviceTimings:
         """Score with `max_logit`, which is one pass; the bytes of keys and scales."""
         sizes = self._sizes
         keys, scales = self._index(index_dtype, tokens)
-        scratch = make_score_scratch(
-            sizes.batch, sizes.qo_heads, sizes.kv_heads, tokens, self._device
-        )
+        heads = (sizes.batch, sizes.qo_heads, sizes.kv_heads)
+        scratch = make_score_scratch(*heads, tokens, self._device)
         out = torch.zeros(sizes.batch, sizes.kv_heads, tokens, device=self._device)
-        query, common = (
-            self._draw(sizes.batch, sizes.qo_heads, sizes.head_dim),
-            self._scanned(tokens),
-        )
+        query, common = self._query(), self._scanned(tokens)
+        common |= {"k_scale": scales, "scratch": scratch, "out": out, "pooling": "max_logit"}
         size = keys.nbytes + (0 if scales is None else scales.nbytes)
-        return self._timed(
-            size,
-            lambda: score_keys(
-                query, keys, k_scale=scales, scratch=scratch, out=out, pooling="max_logit", **common
-            ),
-        )  # fmt: skip
+        return self._timed(size, lambda: score_keys(query, keys, **common))
 
     def select(self, tokens: int) -> Timed:
         """Scan int4 keys and choose as a decode step does; 4 bytes for each key."""
@@ -153,10 +145,7 @@ class DeviceTimings:
         keys, scales = self._index("int4", tokens)
         heads = (sizes.batch, sizes.qo_heads, sizes.kv_heads)
         scratch = make_select_scratch(*heads, tokens, sizes.k, self._device)
-        query, common = (
-            self._draw(sizes.batch, sizes.qo_heads, sizes.head_dim),
-            self._scanned(tokens),
-        )
+        query, common = self._query(), self._scanned(tokens)
         return self._timed(
             4 * sizes.batch * sizes.kv_heads * tokens,
             lambda: score_topk(query, keys, k=sizes.k, k_scale=scales, scratch=scratch, **common),
@@ -177,9 +166,8 @@ class DeviceTimings:
         hidden = self._draw(sizes.batch, sizes.hidden)
         positions = torch.arange(sizes.batch, device=device)
         cos_sin = torch.rand(sizes.batch, sizes.head_dim, device=device)
-        return self._timed(
-            weight.nbytes, lambda: predict_query(hidden, positions, weights, cos_sin)
-        )
+        run = partial(predict_query, hidden, positions, weights, cos_sin)
+        return self._timed(weight.nbytes, run)
 
     def gather(self) -> Timed:
         """Take the difference to a full resident set, and copy up to the cap; no bytes count."""
@@ -196,8 +184,7 @@ class DeviceTimings:
         pools = self._draw(2, sizes.batch * context, sizes.kv_heads, sizes.head_dim)
         shape = (2, sizes.batch, sizes.resident, sizes.kv_heads, sizes.head_dim)
         sets = torch.zeros(shape, device=device, dtype=self._dtype)
-        table = torch.arange(sizes.batch * context // sizes.page, device=device, dtype=torch.int32)
-        table, rows = table.view(sizes.batch, -1), torch.arange(sizes.batch, device=device)
+        table, rows = self._slots(context // sizes.page), torch.arange(sizes.batch, device=device)
         options: dict[str, Any] = {
             "step": torch.full((sizes.batch,), 1000, dtype=torch.int32, device=device),
             "num_protected": sizes.num_sink,
@@ -225,16 +212,14 @@ class DeviceTimings:
         """Attend to `count` samples, whose K and V count, and merge that into an output."""
         sizes, device = self._sizes, self._device
         pools = self._draw(2, sizes.batch * count, sizes.kv_heads, sizes.head_dim)
-        query = self._draw(sizes.batch, sizes.qo_heads, sizes.head_dim)
-        slots = torch.arange(sizes.batch * count, device=device, dtype=torch.int32)
-        slots, rows = slots.view(sizes.batch, count), torch.arange(sizes.batch, device=device)
+        query = self._query()
+        slots, rows = self._slots(count), torch.arange(sizes.batch, device=device)
         weights = torch.zeros(sizes.batch, sizes.kv_heads, count, device=device)
         active = torch.ones(sizes.batch, dtype=torch.bool, device=device)
         out, lse = torch.zeros_like(query), torch.zeros(query.shape[:2], device=device)
         scale = sizes.head_dim**-0.5
-        scratch = make_sample_scratch(
-            sizes.batch, sizes.qo_heads, sizes.kv_heads, count, sizes.head_dim, device
-        )
+        heads = (sizes.batch, sizes.qo_heads, sizes.kv_heads)
+        scratch = make_sample_scratch(*heads, count, sizes.head_dim, device)
         return self._timed(
             pools.nbytes,
             lambda: attend_samples(
@@ -253,9 +238,8 @@ class DeviceTimings:
     def peer_copy(self) -> Timed | None:
         """Copy the memory of the next GPU; None if there is none, or no peer access to it."""
         own = self._device.index or 0
-        if self._device.type != "cuda" or torch.cuda.device_count() < own + 2:
-            return None
-        if not torch.cuda.can_device_access_peer(own, own + 1):
+        has_next = self._device.type == "cuda" and torch.cuda.device_count() >= own + 2
+        if not has_next or not torch.cuda.can_device_access_peer(own, own + 1):
             return None
         other = torch.device("cuda", own + 1)
         return self._copied(torch.empty(self._sizes.copy_bytes, dtype=torch.uint8, device=other))
@@ -284,13 +268,20 @@ class DeviceTimings:
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self._device, dtype=self._dtype)
 
+    def _query(self) -> torch.Tensor:
+        return self._draw(self._sizes.batch, self._sizes.qo_heads, self._sizes.head_dim)
+
+    def _slots(self, count: int) -> torch.Tensor:
+        """Return `count` slots, or pages, of each request, one behind another."""
+        slots = torch.arange(self._sizes.batch * count, device=self._device, dtype=torch.int32)
+        return slots.view(self._sizes.batch, count)
+
     def _scanned(self, tokens: int) -> dict[str, Any]:
         """Return what every scan of `tokens` of each request is given."""
         sizes, device = self._sizes, self._device
-        table = torch.arange(sizes.batch * tokens // sizes.page, device=device, dtype=torch.int32)
         end = tokens - sizes.num_recent
         return {
-            "slots": table.view(sizes.batch, -1),
+            "slots": self._slots(tokens // sizes.page),
             "lo": torch.full((sizes.batch,), sizes.num_sink, dtype=torch.int32, device=device),
             "hi": torch.full((sizes.batch,), end, dtype=torch.int32, device=device),
             "width": tokens,

@@ -9,12 +9,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 
-def resolve_device(
-    device: str,
-    *,
-    cache_ranks: int | None = None,
-    num_ranks_here: int = 2,
-) -> str:
+def resolve_device(device: str, *, cache_ranks: int | None = None, num_ranks_here: int = 2) -> str:
     """Decide the device of both ranks. A cache rank that was asked for needs a GPU too.
 
     `num_ranks_here` are the processes with a GPU of their own that this launch starts, if there is

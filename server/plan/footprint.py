@@ -67,10 +67,8 @@ class PlacementMemory:
     @property
     def roles(self) -> tuple[tuple[str, Footprint], ...]:
         """Each kind of GPU with its footprint."""
-        roles = [("inference", self.inference)]
-        if self.cache is not None:
-            roles.append(("cache", self.cache))
-        return tuple(roles)
+        cache = () if self.cache is None else (("cache", self.cache),)
+        return (("inference", self.inference), *cache)
 
     @property
     def largest(self) -> Footprint:
@@ -98,10 +96,11 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     # In one process samples stay where the pool has them.
     is_own = placement.kind is not PlacementKind.IN_PROCESS
     rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
-    resident = _shard(rows * shape.set_token_bytes, tp_size)
+    resident = _shard(rows * shape.num_full_layers * shape.kv_layer_token_bytes, tp_size)
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
-    is_copied = (shape.copies_query_weights or load.is_fitted) and load.predicts
-    copied = shape.predictor_bytes if is_copied else 0
+    # To predict queries W_q is held once more: dequantised, without gates, or of a file.
+    is_other = shape.is_quantised or shape.gates_heads or load.is_fitted
+    copied = shape.predictor_bytes if is_other and load.predicts else 0
     if placement.kind is PlacementKind.IN_PROCESS:
         dtype = load.own_predictor_dtype
         copy = copied if dtype == "native" else shape.predictor_copy_bytes(dtype)

@@ -41,10 +41,8 @@ class Timed(NamedTuple):
 def take_measurements(timings: DeviceTimings, progress: Callable[[str], None]) -> Measured:
     """Time everything, and derive what the cost model needs.
 
-    Raises
-    ------
-    ProfileError
-        If times contradict each other, as they do when something else uses the GPU.
+    Raises `ProfileError` if times contradict each other, as they do when something else uses the
+    GPU.
     """
     progress("memory, weights and a layer")
     copy, weights = timings.copy(), timings.weights()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.models.architectures import find_architecture
@@ -11,18 +11,15 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_confi
 from tandemkv.cache_rank.protocol.models.weight_formats import read_weight_format
 from tandemkv.server.settings.launch_settings import ServeSettings
 
-from .footprint import num_states
-from .shape import linear_shape
+from .footprint import GIB, num_states
+from .shape import ITEM_BYTES, linear_shape
 
-GIB = 1 << 30
 PROCESS_TREE_BYTES = 3 * GIB
 """SGLang's three processes and the cache rank, without weights and KV (measured 2.9 GB)."""
 CACHE_RANK_BYTES = GIB // 2
 """Of each cache rank more, or fewer, than one for each inference rank."""
 RANK_BYTES = 1 * GIB
 """Of each tensor-parallel rank beyond the first: SGLang's process and its cache rank, likewise."""
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +40,7 @@ class MemoryEstimate:
     @property
     def total_bytes(self) -> int:
         """Sum of the parts."""
-        weights = self.weight_bytes + self.predictor_bytes
-        kept = self.cache_bytes + self.resident_bytes + self.state_bytes
-        return kept + weights + self.process_bytes
+        return sum(asdict(self).values())
 
     def describe(self) -> str:
         """Return the parts in GiB."""
@@ -66,11 +61,7 @@ def gib(size: int) -> str:
 
 
 def estimate_memory(
-    settings: ServeSettings,
-    spec: ModelSpec,
-    model_dir: Path,
-    *,
-    device: str,
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
 ) -> MemoryEstimate:
     """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs.
 
@@ -84,7 +75,7 @@ def estimate_memory(
     processes += extra_ranks * CACHE_RANK_BYTES
     if device != "cpu" and not placement.host_engine:
         return MemoryEstimate(process_bytes=processes)
-    item = _ITEM_BYTES.get(spec.dtype, 4)
+    item = ITEM_BYTES.get(spec.dtype, 4)
     kv_item = 1 if settings.cache.stored_dtype else item
     num_heads = max(spec.num_kv_heads, tp_size)  # each rank has one at least
     layer_bytes = 2 * num_heads * spec.head_dim * kv_item
@@ -113,6 +104,6 @@ def estimate_memory(
         resident_bytes=rows * num_sets * layer_bytes // nodes,
         state_bytes=states * num_states(settings.max_running_requests, "cpu") // nodes,
         process_bytes=processes,
-        weight_bytes=files * item // _ITEM_BYTES.get(saved, item) // nodes,
+        weight_bytes=files * item // ITEM_BYTES.get(saved, item) // nodes,
         predictor_bytes=num_full * projection // nodes if predicts else 0,
     )

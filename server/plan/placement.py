@@ -38,10 +38,8 @@ class Placement:
     @property
     def name(self) -> str:
         """Short name, e.g. ``dense-tp2``, ``in-process-tp2``, ``1+1``."""
-        if self.kind is PlacementKind.DENSE:
-            return f"dense-tp{self.tp_size}"
-        if self.kind is PlacementKind.IN_PROCESS:
-            return f"in-process-tp{self.tp_size}"
+        if self.kind is not PlacementKind.SEPARATE:
+            return f"{self.kind.replace('_', '-')}-tp{self.tp_size}"
         inference = f"tp{self.tp_size}" if self.tp_size > 1 else "1"
         return f"{inference}+{self.num_cache_gpus}"
 
@@ -51,8 +49,6 @@ class Placement:
         if self.kind is PlacementKind.DENSE:
             return ()
         tensor_parallel = ("--tp", str(self.tp_size)) if self.tp_size > 1 else ()
-        if self.kind is PlacementKind.IN_PROCESS:
-            return ("--cache-ranks", "0", *tensor_parallel)
         return ("--cache-ranks", str(self.num_cache_gpus), *tensor_parallel)
 
     @property
@@ -63,9 +59,8 @@ class Placement:
             return f"stock SGLang, dense, {tensor_parallel}"
         if self.kind is PlacementKind.IN_PROCESS:
             return f"cache rank in process, {tensor_parallel}"
-        return f"{self.tp_size} inference + {self.num_cache_gpus} cache GPU" + (
-            "s" if self.num_cache_gpus > 1 else ""
-        )
+        plural = "s" if self.num_cache_gpus > 1 else ""
+        return f"{self.tp_size} inference + {self.num_cache_gpus} cache GPU{plural}"
 
 
 def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ...]:
@@ -74,12 +69,8 @@ def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ..
     The first is always stock SGLang. It and the cache rank in process use as many GPUs as the
     model's heads divide into; of those with cache GPUs there are one pair, as many pairs as there
     are, and one GPU for the model with all others as cache GPUs, if there are KV heads for them;
-    none if some layers do not attend to the whole context.
-
-    Raises
-    ------
-    SettingsError
-        If there is no GPU.
+    none if some layers do not attend to the whole context. Raises `SettingsError` if there is no
+    GPU.
     """
     if num_gpus < 1:
         raise SettingsError(f"gpus={num_gpus}: at least one GPU is needed")

@@ -49,24 +49,22 @@ def resolve_placement(
     """Decide the placement and what follows from it, with the reason told to `progress`.
 
     Every setting that was left open is decided then: `tandemkv serve` starts with the result, and
-    `tandemkv quality` names it.
-    `placement`: the one value that says where the cache rank works, and why. `cache_ranks`,
-    `transport` and `tensor_parallel`: on a CPU, and of a policy that attends, one cache rank
-    process; on GPUs what `tandemkv plan`
-    predicts to be fastest for `max_running_requests` requests that share the cache. `dense_tokens`,
-    `dense_batch_tokens`, in-process on a GPU: the context of each request, and the tokens of a
-    whole step, from which selecting is predicted to pay; on a CPU as many tokens as a step with
-    samples attends to. Predictions have the constants of this
-    machine's profile, or those of one H200 (`constants_here`). `anchors`: those of a calibration
-    that maps every head to itself, which tensor-parallel ranks can use as well. `index_dtype`: int4
-    where a GPU scans pages, a quarter of the bytes of bf16 keys; what is attended to is never
-    quantised. `num_recent_tokens`: with it as many as a page has. `late_layers`: 1 where another
-    GPU selects, for nothing hides a first selection there. `sglang_args`: how many recurrent states
-    SGLang keeps, of a model with linear attention. Raises `SettingsError` if nothing fits
-    these GPUs, with the numbers.
+    `tandemkv quality` names it. `placement`: the one value that says where the cache rank works,
+    and why. `cache_ranks`, `transport` and `tensor_parallel`: on a CPU, and of a policy that
+    attends, one cache rank process; on GPUs what `tandemkv plan` predicts to be fastest for
+    `max_running_requests` requests that share the cache. `dense_tokens`, `dense_batch_tokens`,
+    in-process on a GPU: the context of each request, and the tokens of a whole step, from which
+    selecting is predicted to pay; on a CPU as many tokens as a step with samples attends to.
+    Predictions have the constants of this machine's profile, or those of one H200
+    (`constants_here`). `anchors`: those of a calibration that maps every head to itself, which
+    tensor-parallel ranks can use as well. `index_dtype`: int4 where a GPU scans pages, a quarter of
+    the bytes of bf16 keys; what is attended to is never quantised. `num_recent_tokens`: with it as
+    many as a page has. `late_layers`: 1 where another GPU selects, for nothing hides a first
+    selection there. `sglang_args`: how many recurrent states SGLang keeps, of a model with linear
+    attention. Raises `SettingsError` if nothing fits these GPUs, with the numbers.
     """
     check_runs_on(settings, device)
-    settings = _with_index(_with_anchors(settings, spec), device)
+    settings = _with_anchors_and_index(settings, spec, device)
     if device == "cpu":
         _check_without_gpus(settings)
     settings, reason = _choose(settings, spec, model_dir, device=device)
@@ -82,7 +80,13 @@ def resolve_placement(
         if not placement.host_engine or device == "cpu":
             progress(f"{ONE_DEVICE_VARIABLE}: {played}; that is for tests, and slow")
     _check_contradictions(settings, spec, placement)
-    settings = _with_states(_told_of_late_layers(settings, spec, progress), spec, device)
+    given, settings = settings, with_late_layers(settings, spec.num_layers)
+    if settings is not given:
+        progress(
+            "the first layer is selected for a step ahead, for nothing hides its selection: "
+            "--late-layers 0 turns that off"
+        )
+    settings = _with_states(settings, spec, device)
     if device == "cuda":
         _check_gpus(settings, spec, model_dir, placement)
     return _with_dense_tokens(settings, spec, model_dir, progress, device=device)
@@ -99,7 +103,7 @@ def resolve_alone(
     """
     if settings.placement is not None:
         return settings
-    settings = placed_alone(_with_index(_with_anchors(settings, spec), device), device)
+    settings = placed_alone(_with_anchors_and_index(settings, spec, device), device)
     settings = with_late_layers(settings, spec.num_layers)
     return _with_dense_tokens(settings, spec, model_dir, lambda _: None, device=device)
 
@@ -126,18 +130,6 @@ def check_runs_on(settings: ServeSettings, device: str) -> None:
             f"GPU; tensor_parallel={settings.tensor_parallel} and "
             f"cache_ranks={settings.cache_ranks} are not available; use --tp 1 --cache-ranks 1"
         )
-
-
-def _told_of_late_layers(
-    settings: ServeSettings, spec: ModelSpec, progress: Callable[[str], None]
-) -> ServeSettings:
-    found = with_late_layers(settings, spec.num_layers)
-    if found is not settings:
-        progress(
-            "the first layer is selected for a step ahead, for nothing hides its selection: "
-            "--late-layers 0 turns that off"
-        )
-    return found
 
 
 def _with_states(settings: ServeSettings, spec: ModelSpec, device: str) -> ServeSettings:
@@ -247,19 +239,17 @@ def _crosses_heads(share: LayerShare | None) -> bool:
     return share is not None and any(m != tuple(range(len(m))) for m in share.head_maps)
 
 
-def _with_anchors(settings: ServeSettings, spec: ModelSpec) -> ServeSettings:
-    selection = settings.selection
-    share = find_share(selection, spec)
-    if share is None or selection.anchors or _crosses_heads(share):
-        return settings
-    anchors = tuple(sorted(set(share.sources)))
-    changed = selection.model_copy(update={"anchors": anchors})
+def _with(settings: ServeSettings, **changes: object) -> ServeSettings:
+    """Return the settings with `changes` of their selection."""
+    changed = settings.selection.model_copy(update=changes)
     return settings.model_copy(update={"selection": changed})
 
 
-def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
-    selection = on_device(settings.selection, device)
-    return settings.model_copy(update={"selection": selection})
+def _with_anchors_and_index(settings: ServeSettings, spec: ModelSpec, device: str) -> ServeSettings:
+    share = find_share(settings.selection, spec)
+    if share is not None and not settings.selection.anchors and not _crosses_heads(share):
+        settings = _with(settings, anchors=tuple(sorted(set(share.sources))))
+    return settings.model_copy(update={"selection": on_device(settings.selection, device)})
 
 
 def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> ServeSettings:
@@ -272,8 +262,7 @@ def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> 
         return settings
     if num_layers is not None and selection.late_between_gpus > selection.most_late(num_layers):
         return settings
-    changed = selection.model_copy(update={"late_layers": selection.late_between_gpus})
-    return settings.model_copy(update={"selection": changed})
+    return _with(settings, late_layers=selection.late_between_gpus)
 
 
 def _check_gpus(
@@ -302,8 +291,12 @@ def _check_gpus(
         num_cache_gpus=num_cache_gpus,
     )
     shape = _shape(settings, spec, model_dir)
-    gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus))
-    check_fits(planned, shape, _load(settings, spec), gpu_bytes=gpu_bytes)
+    check_fits(planned, shape, _load(settings, spec), gpu_bytes=smallest_gpu(num_gpus))
+
+
+def smallest_gpu(num_gpus: int) -> int:
+    """Return the bytes of the smallest of the first GPUs."""
+    return min(int(torch.cuda.get_device_properties(i).total_memory) for i in range(num_gpus))
 
 
 def _shape(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> ModelShape:
@@ -324,33 +317,27 @@ def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:
     )
 
 
-def _with_dense_samples(settings: ServeSettings) -> ServeSettings:
-    """Attend to everything up to as many tokens as a step with samples attends to anyway."""
-    selection = settings.selection
-    if not selection.num_samples:
-        return settings
-    changed = selection.model_copy(update={"dense_tokens": selection.row_tokens})
-    return settings.model_copy(update={"selection": changed})
-
-
 def _with_dense_tokens(
     settings: ServeSettings, spec: ModelSpec, model_dir: Path, progress: Callable[[str], None],
     *, device: str,
 ) -> ServeSettings:  # fmt: skip
     selection = settings.selection
-    if selection.dense_tokens is not None or not selection.dense_while_fits:
+    is_open = selection.dense_tokens is None and selection.dense_while_fits
+    if not is_open or settings.rank_settings.placement.has_far_pool:
         return settings
-    if not settings.rank_settings.placement.attends_to_pool:
-        return settings
-    if device == "cpu":
-        return _with_dense_samples(settings)
-    shape = _shape(settings, spec, model_dir)
+    if device == "cpu":  # a step with samples attends to as many tokens anyway
+        return (
+            _with(settings, dense_tokens=selection.row_tokens)
+            if selection.num_samples
+            else settings
+        )
     if selection.declared.keeps_sink_only:  # which attend to so much at any length
         return settings
+    shape = _shape(settings, spec, model_dir)
     load, tp_size = _load(settings, spec), settings.tensor_parallel
     cost, note = constants_here()
     tokens = break_even_tokens(shape, load, tp_size, cost)
-    changes = {"dense_tokens": tokens}
+    changes: dict[str, object] = {"dense_tokens": tokens}
     said = f"requests of up to {tokens} tokens attend to everything"
     if selection.dense_batch_tokens is None:
         together = break_even_batch_tokens(shape, load, tp_size, cost)
@@ -359,8 +346,7 @@ def _with_dense_tokens(
     progress(f"{said}: selecting pays beyond, by constants of {cost.origin}")
     if note:
         progress(f"predicted times: {note}")
-    changed = selection.model_copy(update=changes)
-    return settings.model_copy(update={"selection": changed})
+    return _with(settings, **changes)
 
 
 def _choose(
@@ -369,12 +355,10 @@ def _choose(
     """Decide what is open of `cache_ranks`, `transport` and `tensor_parallel`, and say why."""
     if settings.cache_ranks == 0:
         return settings, "--cache-ranks 0 was given"
-    if settings.cache_rank_address is not None:
-        return settings, f"--cache-rank-address {settings.cache_rank_address} was given"
-    if settings.transport is not None:
-        return settings, f"--transport {settings.transport} was given"
-    if settings.cache_ranks is not None:
-        return settings, f"--cache-ranks {settings.cache_ranks} was given"
+    for name in ("cache_rank_address", "transport", "cache_ranks"):
+        given = getattr(settings, name)
+        if given is not None:
+            return settings, f"--{name.replace('_', '-')} {given} was given"
     if device == "cpu" and spec.linear_layers and settings.tensor_parallel == 1:
         reason = "states of linear attention cannot be taken back if a cache rank is lost"
         return settings.model_copy(update={"cache_ranks": 0}), reason
@@ -383,14 +367,13 @@ def _choose(
     if settings.selection.declared.attends:
         reason = f"policy {settings.selection.policy} attends on the host's CPU"
         return settings.model_copy(update={"cache_ranks": 1, "transport": "shared"}), reason
-    reason = ""
     if settings.tensor_parallel > 1:
         reason = f"--tp {settings.tensor_parallel} splits the cache as well"
     elif not captures_steps(settings.selection.policy):
         reason = f"decode steps of policy {settings.selection.policy} are not captured"
-    if reason:
-        return settings.model_copy(update={"cache_ranks": 0}), reason
-    return _predicted_fastest(settings, spec, model_dir)
+    else:
+        return _predicted_fastest(settings, spec, model_dir)
+    return settings.model_copy(update={"cache_ranks": 0}), reason
 
 
 def _predicted_fastest(
@@ -414,7 +397,7 @@ def _predicted_fastest(
         shape,
         _load(settings, spec),
         num_gpus=num_gpus,
-        gpu_bytes=min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)),
+        gpu_bytes=smallest_gpu(num_gpus),
         available=available,
         cost=constants_here().cost,
     )
@@ -422,8 +405,7 @@ def _predicted_fastest(
         raise SettingsError(f"{choice.reason}; `tandemkv plan` shows every placement")
     chosen = choice.chosen.placement
     update: dict[str, object] = {"tensor_parallel": chosen.tp_size}
-    if chosen.kind is PlacementKind.IN_PROCESS:
-        update["cache_ranks"] = 0
-    else:
-        update |= {"cache_ranks": 1, "transport": "shared"}
+    update["cache_ranks"] = chosen.num_cache_gpus
+    if chosen.num_cache_gpus:
+        update["transport"] = "shared"
     return settings.model_copy(update=update), f"{chosen.name}: {choice.reason}"

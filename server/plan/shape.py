@@ -134,11 +134,6 @@ class ModelShape:
         return self.matrix_bits > 0
 
     @property
-    def copies_query_weights(self) -> bool:
-        """Whether W_q is held once more to predict queries: dequantised, or without gates."""
-        return self.is_quantised or self.gates_heads
-
-    @property
     def other_layers(self) -> tuple[int, ...]:
         """Layers that do not attend to the whole context."""
         return (*self.windowed_layers, *self.linear_layers)
@@ -147,11 +142,6 @@ class ModelShape:
     def num_full_layers(self) -> int:
         """Layers that attend to the whole context."""
         return self.num_layers - len(self.other_layers)
-
-    @property
-    def num_stored_layers(self) -> int:
-        """Layers that have K and V."""
-        return self.num_layers - len(self.linear_layers)
 
     @property
     def state_bytes(self) -> int:
@@ -166,20 +156,13 @@ class ModelShape:
         return qo + kv + 2 * self.hidden_size
 
     @property
-    def _linear_parameters(self) -> int:
-        """Parameters of all layers of linear attention besides their MLPs."""
-        if self.linear is None:
-            return 0
-        own = sum(math.prod(x) for x in self.linear.tensors(self.hidden_size).values())
-        return len(self.linear_layers) * (own + 2 * self.hidden_size)
-
-    @property
     def weight_bytes(self) -> int:
         """All weights."""
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
-        count = None if self.experts is None else self.experts.count
         others = embeddings + self.hidden_size
-        return self._layer_bytes(self._all_layers(count)) + others * self.item_bytes
+        return (
+            self._layer_bytes(self.experts.count if self.experts else 0) + others * self.item_bytes
+        )
 
     def step_weight_bytes(self, batch: int) -> int:
         """Return the bytes of weights that one decode step of `batch` requests reads.
@@ -188,8 +171,8 @@ class ModelShape:
         that `batch` tokens go through.
         """
         head = self.vocab_size * self.hidden_size
-        count = None if self.experts is None else self.experts.read_by(batch)
-        return self._layer_bytes(self._all_layers(count)) + head * self.item_bytes
+        read = self.experts.read_by(batch) if self.experts else 0
+        return self._layer_bytes(read) + head * self.item_bytes
 
     @property
     def mlp_width(self) -> int:
@@ -200,28 +183,24 @@ class ModelShape:
         own = experts.per_token * experts.size + experts.shared_size
         return max(own, self.intermediate_size) if experts.num_dense_layers else own
 
-    def _layer_bytes(self, parameters: float) -> int:
-        """Bytes of so many parameters of layers."""
+    def _layer_bytes(self, experts_read: float) -> int:
+        """Bytes of all layers, with so many experts in each that has some.
+
+        With them are counted the router, and what all tokens go through.
+        """
+        matrix, experts = self.mlp_matrices * self.hidden_size, self.experts
+        num_dense = self.num_layers if experts is None else experts.num_dense_layers
+        total: float = num_dense * matrix * self.intermediate_size
+        tensors = {} if self.linear is None else self.linear.tensors(self.hidden_size)
+        own = sum(math.prod(shape) for shape in tensors.values()) + 2 * self.hidden_size
+        total += len(self.linear_layers) * own
+        total += (self.num_layers - len(self.linear_layers)) * self.attention_parameters
+        if experts is not None:
+            read = matrix * (experts_read * experts.size + experts.shared_size)
+            total += (self.num_layers - num_dense) * (read + experts.count * self.hidden_size)
         if self.is_quantised:
-            return round(parameters * self.matrix_bits / 8)
-        return round(parameters) * self.item_bytes
-
-    def _all_layers(self, experts_read: float | None) -> float:
-        """Parameters of all layers, with so many experts in each that has some."""
-        total = self.num_layers * self._mlp_parameters(experts_read) + self._linear_parameters
-        total += self.num_stored_layers * self.attention_parameters
-        if self.experts is not None:
-            surplus = self._mlp_parameters(None) - self._mlp_parameters(experts_read)
-            total += self.experts.num_dense_layers * surplus
-        return total
-
-    def _mlp_parameters(self, experts_read: float | None) -> float:
-        """Parameters of an MLP, or of as many experts with the router and what all tokens use."""
-        matrix = self.mlp_matrices * self.hidden_size
-        if self.experts is None or experts_read is None:
-            return matrix * self.intermediate_size
-        own = matrix * (experts_read * self.experts.size + self.experts.shared_size)
-        return own + self.experts.count * self.hidden_size
+            return round(total * self.matrix_bits / 8)
+        return round(total) * self.item_bytes
 
     @property
     def predictor_bytes(self) -> int:
@@ -245,12 +224,7 @@ class ModelShape:
     @property
     def kv_token_bytes(self) -> int:
         """K and V of one token, all layers."""
-        return self.num_stored_layers * self.kv_layer_token_bytes
-
-    @property
-    def set_token_bytes(self) -> int:
-        """K and V of one token of a resident set, which full layers have."""
-        return self.num_full_layers * self.kv_layer_token_bytes
+        return (self.num_layers - len(self.linear_layers)) * self.kv_layer_token_bytes
 
 
 _QWEN3_8B = ModelShape(
@@ -278,12 +252,8 @@ BUILT_IN_SHAPES: Mapping[str, ModelShape] = {
 def find_shape(model: str, *, dtype: str = "bfloat16") -> ModelShape:
     """Return the shape of a built-in name or of a model directory.
 
-    Raises
-    ------
-    SettingsError
-        If `model` is neither, listing the names, or `dtype` is unknown.
-    UnsupportedModelError
-        If the directory's model is not one that can be served.
+    Raises `SettingsError` if `model` is neither, listing the names, or `dtype` is unknown;
+    `UnsupportedModelError` if the directory's model is not one that can be served.
     """
     if dtype not in ITEM_BYTES:
         raise SettingsError(f"dtype={dtype} is unknown; known: {', '.join(ITEM_BYTES)}")
@@ -310,19 +280,9 @@ def shape_of_model(model_dir: Path, *, name: str, dtype: str) -> ModelShape:
 def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> ModelShape:
     """Return the shape that a ``config.json`` describes, its matrices unquantised.
 
-    Parameters
-    ----------
-    config : Mapping[str, Any]
-        Contents of ``config.json``.
-    name : str
-        Shown to the user.
-    dtype : str
-        Of weights and KV when served, a key of `ITEM_BYTES`.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If a field is missing or the architecture is not a supported one.
+    `name` is shown to the user; `dtype`, a key of `ITEM_BYTES`, is that of weights and KV when
+    served. Raises `UnsupportedModelError` if a field is missing or the architecture is not a
+    supported one.
     """
     entry = architecture_of_config(config)
     check_attention(config, entry, name=name)

@@ -93,9 +93,8 @@ class Workload:
         capabilities = find_policy(selection.policy).capabilities
         is_shared = capabilities.calibration == "kascade" or selection.share_layers
         timing = capabilities.timing
-        is_own = timing is Timing.SAME_STEP_QUERY or (
-            timing is Timing.SAME_STEP_HIDDEN and not selection.declared.layers_ahead
-        )
+        predicts = timing is Timing.SAME_STEP_HIDDEN
+        waits = predicts and not selection.declared.layers_ahead
         return cls(
             context_tokens=context_tokens,
             concurrency=concurrency,
@@ -110,14 +109,14 @@ class Workload:
             capacity_tokens=capacity_tokens,
             anchors=(anchors or selection.anchors) if is_shared else None,
             exact_layers=selection.exact_layer_ids,
-            waits=is_own,
+            waits=waits or timing is Timing.SAME_STEP_QUERY,
             num_late=selection.late_between_gpus,
             seed_window=selection.seed_window,
             max_context=max_context,
             predictor_dtype=selection.predictor_dtype_of(on_second_gpu=True),
             own_predictor_dtype=selection.predictor_dtype_of(on_second_gpu=False),
             is_fitted=bool(selection.declared.predictor),
-            predicts=timing is Timing.SAME_STEP_HIDDEN,
+            predicts=predicts,
         )
 
     @property
@@ -170,9 +169,9 @@ class Workload:
         """
         if self.index_dtype == "native":
             return shape.key_bytes
+        channels = self.index_channels or shape.head_dim
         if self.index_dtype == "int8":
-            return shape.head_dim + 4.0
+            return channels + 4.0
         # A page of tokens shares scale and zero point, 2 + 2 bytes, per channel.
         page = page_tokens(self.index_dtype, self.num_recent_tokens)
-        channels = self.index_channels or shape.head_dim
         return channels / 2 + 4.0 * channels / page

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.frozen_model import required_type
 from tandemkv.cache_rank.protocol.settings.token_count import COUNTED
+from tandemkv.server.evaluation.request_options import option
 
 from .sources import Sourced, read_assignments, setting_fields
 
@@ -82,8 +83,7 @@ RANK_FLAGS: tuple[Flag, ...] = (
     *_flags(SHARING, "selection", "share-layers anchors calibration"),
     *_flags(
         LINK, "exchange",
-        "transfer-timeout-s heartbeat-interval-s heartbeat-misses "
-        "recovery-timeout-s",
+        "transfer-timeout-s heartbeat-interval-s heartbeat-misses recovery-timeout-s",
     ),
     *_flags(TESTS, "", "evaluation stress-selection"),
     *_flags(TESTS, "selection", "dense-while-fits"),
@@ -118,14 +118,15 @@ INFERENCE_FLAGS = tuple(
     flag for flag in SERVE_FLAGS if flag.key not in _SUPERVISION and flag.panel != NODES
 )
 
-_SET_PARAMETER = "assignments"
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_SET_PARAMETER, _ALL_PARAMETER = "assignments", "help_all"
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "An option of the policy, e.g. sfi.max_interval=8; may be repeated. `tandemkv policies` "
+        "lists them.",
         "--set",
         metavar="NAME=VALUE",
-        help="An option of the policy, e.g. sfi.max_interval=8; may be repeated. "
-        "`tandemkv policies` lists them.",
         rich_help_panel=SELECTION,
     ),
 ]
@@ -136,36 +137,28 @@ def _show_all(ctx: typer.Context, param: Any, value: bool) -> None:
     del param
     if not value:
         return
-    hidden = [item for item in ctx.command.params if getattr(item, "hidden", False)]
+    hidden: list[Any] = [item for item in ctx.command.params if getattr(item, "hidden", False)]
     for item in hidden:
-        item.hidden = False  # type: ignore[attr-defined]
+        item.hidden = False
     try:
         typer.echo(ctx.get_help(), nl=False)
     finally:
         for item in hidden:
-            item.hidden = True  # type: ignore[attr-defined]
+            item.hidden = True
     raise typer.Exit
 
 
-_ALL_PARAMETER = "help_all"
+_SHOW_ALL = "Show all options and exit."
 AllOption = Annotated[
-    bool,
-    typer.Option(
-        "--help-all",
-        callback=_show_all,
-        is_eager=True,
-        metavar=SWITCH,
-        help="Show all options and exit.",
-    ),
+    bool, option(_SHOW_ALL, "--help-all", callback=_show_all, is_eager=True, metavar=SWITCH)
 ]
 
 
 def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add `flags`, ``--set`` and ``--help-all`` to a command.
 
-    What was given is its argument ``flags``.
-
-    The command declares ``flags: dict[str, Sourced]``; typer sees one option per flag instead.
+    It declares ``flags: dict[str, Sourced]``, which gets what was given; typer sees one option per
+    flag instead.
     """
     ordered = sorted(flags, key=lambda flag: not flag.is_common)  # as the help lists them
     parameters = {flag.name[2:].replace("-", "_"): flag for flag in ordered}
@@ -190,16 +183,14 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
         signature = inspect.signature(function, eval_str=True)
         own = [item for item in signature.parameters.values() if item.name != "flags"]
         hints = {name: _annotation(flag) for name, flag in parameters.items()}
-        hints[_SET_PARAMETER] = SetOption
-        added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
-            for name, hint in hints.items()
+        visible = [
+            *(item.replace(kind=_KEYWORD) for item in own),
+            inspect.Parameter(_ALL_PARAMETER, _KEYWORD, default=False, annotation=AllOption),
+            *(
+                inspect.Parameter(name, _KEYWORD, default=None, annotation=hint)
+                for name, hint in (hints | {_SET_PARAMETER: SetOption}).items()
+            ),
         ]
-        show_all = inspect.Parameter(
-            _ALL_PARAMETER, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AllOption
-        )
-        keyword = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own]
-        visible = [*keyword, show_all, *added]
         command.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
         command.__annotations__ = {item.name: item.annotation for item in visible}
         del command.__wrapped__
@@ -210,53 +201,38 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
 
 def _annotation(flag: Flag) -> Any:
     field: FieldInfo = setting_fields()[flag.key]
-    text = field.description or ""
-    notes = [*_choices(field), *_default_text(field)]
-    if notes:
-        text += f" [{'; '.join(notes)}]"
-    text = text.replace("[", r"\[")
-    if field.annotation is bool:
-        # Of a switch that is off by default the short help has no room for --no-...
-        names = f"{flag.name}/--no-{flag.name[2:]}" if field.default else flag.name
-        return Annotated[
-            bool | None,
-            typer.Option(
-                names,
-                help=text,
-                metavar=SWITCH,
-                rich_help_panel=flag.panel,
-                hidden=not flag.is_common,
-            ),
-        ]
-    return Annotated[
-        str | None,
-        typer.Option(
-            flag.name,
-            help=text,
-            metavar=_metavar(field),
-            rich_help_panel=flag.panel,
-            hidden=not flag.is_common,
-        ),
-    ]
+    notes = "; ".join(filter(None, (_choices(field), _default_text(field))))
+    text = (field.description or "") + (f" [{notes}]" if notes else "")
+    is_switch = field.annotation is bool
+    # Of a switch that is off by default the short help has no room for --no-...
+    has_no = is_switch and field.default
+    shown = option(
+        text.replace("[", r"\["),
+        f"{flag.name}/--no-{flag.name[2:]}" if has_no else flag.name,
+        metavar=SWITCH if is_switch else _metavar(field),
+        rich_help_panel=flag.panel,
+        hidden=not flag.is_common,
+    )
+    return Annotated[bool | None, shown] if is_switch else Annotated[str | None, shown]
 
 
-def _default_text(field: FieldInfo) -> list[str]:
+def _default_text(field: FieldInfo) -> str:
     """Return the default; nothing where it is open, or a switch that is off."""
     default = field.default
     if default is None or default is False:
-        return []
+        return ""
     if isinstance(default, tuple):
-        return [f"default: {','.join(str(item) for item in default) or 'none'}"]
-    return [f"default: {str(default).lower() if isinstance(default, bool) else default}"]
+        return f"default: {','.join(map(str, default)) or 'none'}"
+    return f"default: {str(default).lower() if isinstance(default, bool) else default}"
 
 
-def _choices(field: FieldInfo) -> list[str]:
+def _choices(field: FieldInfo) -> str:
     """Return the values that there are to choose from, if they are few."""
     hint = required_type(field.annotation)
     if typing.get_origin(hint) is not Literal:
-        return []
-    *others, last = (str(item) for item in typing.get_args(hint))
-    return [f"{', '.join(others)} or {last}"]
+        return ""
+    *others, last = map(str, typing.get_args(hint))
+    return f"{', '.join(others)} or {last}"
 
 
 def _metavar(field: FieldInfo) -> str:

@@ -14,20 +14,14 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
-from tandemkv.cache_rank.protocol.settings.exchange_settings import (
-    CacheSettings,
-    ExchangeSettings,
-)
+from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.settings.placement import (
     Link,
     Placement,
     has_host_engine,
     lies_on_two_gpus,
 )
-from tandemkv.cache_rank.protocol.settings.rank_settings import (
-    RankSettings,
-    SelectionSettings,
-)
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings, SelectionSettings
 from tandemkv.cache_rank.protocol.settings.token_count import TokenCount
 from tandemkv.inference_rank.edge.settings import EdgeSettings
 
@@ -52,10 +46,7 @@ class ServeSettings(BaseModel):
         "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."
     )
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    allow_remote: bool = Field(
-        False,
-        description="Allow a --host that other machines can reach.",
-    )
+    allow_remote: bool = Field(False, description="Allow a --host that other machines can reach.")
     port: int = Field(30000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
     cache_ranks: int | None = Field(
         None,

@@ -9,18 +9,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings.rank_settings import (
-    DEFAULT_POLICY,
-    SelectionSettings,
-)
-
-if TYPE_CHECKING:
-    from tandemkv.cache_rank.policies.options import PolicyOptions
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 GROUP = "policy_options"
 """Of settings files and the environment; below it the policy, and below that the option."""
@@ -57,11 +51,11 @@ def require_option_name(name: str, source: str) -> OptionName:
 
     Raises `SettingsError` if there is no such policy; with the one that may be meant.
     """
+    from tandemkv.cache_rank.policies.registry import POLICIES
+
     found = split_option(name)
     if found is not None:
         return found
-    from tandemkv.cache_rank.policies.registry import POLICIES
-
     short = name.removeprefix(f"{GROUP}.")
     policy = short.rpartition(".")[0] or short
     near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.5)
@@ -107,12 +101,13 @@ def collect_options(
     policy, source and what is allowed; or if it is another policy's.
     """
     from tandemkv.cache_rank.policies.options import PolicyError, parse_option, read_options
+    from tandemkv.cache_rank.policies.registry import find_policy
 
     found: dict[str, Any] = {}
     for key, (value, source) in given.items():
         name = require_option_name(key, source)
         try:
-            model = options_model(name.policy)
+            model = find_policy(name.policy).options_model
             if isinstance(value, str):
                 value = parse_option(model, name.policy, name.option, value)
             else:
@@ -130,21 +125,12 @@ def collect_options(
     return found
 
 
-def options_model(policy: str) -> type[PolicyOptions]:
-    """Return the model of a policy's options.
-
-    Raises `PolicyError` if there is no such policy.
-    """
-    from tandemkv.cache_rank.policies.registry import find_policy
-
-    return find_policy(policy).options_model
-
-
 def option_names() -> list[str]:
     """Return ``policy.option`` of all policies that the registry knows."""
-    from tandemkv.cache_rank.policies.registry import POLICIES
+    from tandemkv.cache_rank.policies.registry import POLICIES, find_policy
 
-    return [f"{name}.{option}" for name in POLICIES for option in options_model(name).model_fields]
+    models = {name: find_policy(name).options_model for name in POLICIES}
+    return [f"{name}.{option}" for name, model in models.items() for option in model.model_fields]
 
 
 def options_tree(selection: SelectionSettings) -> dict[str, dict[str, Any]]:
@@ -153,8 +139,3 @@ def options_tree(selection: SelectionSettings) -> dict[str, dict[str, Any]]:
 
     values = options_of(find_policy(selection.policy), selection).model_dump(mode="json")
     return {selection.policy: values} if values else {}
-
-
-def chosen_policy(given: Mapping[str, tuple[Any, str]]) -> str:
-    """Return the policy that settings name, by their dotted names."""
-    return str(given["selection.policy"][0]) if "selection.policy" in given else DEFAULT_POLICY

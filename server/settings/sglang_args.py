@@ -15,26 +15,19 @@ _DRAFT_MODEL = (
     "drafts of a model (EAGLE, MTP) are not supported, as docs/models.md says; NGRAM is, by "
     "--speculative-algorithm, --speculative-num-draft-tokens and --speculative-ngram-…"
 )
-_OWN_FLAG = {
+_SAME_FLAG = (
+    "--host", "--port", "--device", "--dtype", "--max-running-requests", "--chunked-prefill-size",
+    "--kv-cache-dtype", "--nnodes", "--node-rank",
+)  # fmt: skip
+_REFUSED = {name: f"use {name} of tandemkv" for name in _SAME_FLAG} | {
     "--model-path": "give the model as the argument MODEL",
     "--model": "give the model as the argument MODEL",
-    "--host": "use --host of tandemkv",
-    "--port": "use --port of tandemkv",
-    "--device": "use --device of tandemkv",
-    "--dtype": "use --dtype of tandemkv",
     "--context-length": "use --max-context of tandemkv",
-    "--max-running-requests": "use --max-running-requests of tandemkv",
     "--max-total-tokens": "use --cache-tokens of tandemkv",
-    "--chunked-prefill-size": "use --chunked-prefill-size of tandemkv",
-    "--kv-cache-dtype": "use --kv-cache-dtype of tandemkv",
     "--api-key": "it would be seen in command lines and logs; use --api-key-file of tandemkv",
     "--admin-api-key": "it would be seen in command lines; use --admin-key-file of tandemkv",
-    "--nnodes": "use --nnodes of tandemkv",
-    "--node-rank": "use --node-rank of tandemkv",
     "--dist-init-addr": "use --dist-init-addr of tandemkv, with --nnodes",
     "--config": "a second configuration file could undo these checks; pass the arguments singly",
-}
-_REFUSED = {
     "--attention-backend": "tandemkv is the attention backend",
     "--decode-attention-backend": "tandemkv is the attention backend",
     "--prefill-attention-backend": "tandemkv is the attention backend",
@@ -129,7 +122,7 @@ def value_of(args: Sequence[str], full: str) -> str | None:
 
 
 def _reason(name: str) -> str | None:
-    for full, why in {**_OWN_FLAG, **_REFUSED}.items():
+    for full, why in _REFUSED.items():
         if _means(name, full):
             return why
     if name in _ALLOWED or name.startswith(_ALLOWED_FAMILY):

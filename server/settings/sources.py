@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +13,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings.rank_settings import DEFAULT_POLICY
 
 from .launch_settings import ServeSettings
 from .policy_options import (
     GROUP,
-    chosen_policy,
     collect_options,
     option_names,
     options_in,
@@ -26,7 +26,6 @@ from .policy_options import (
 )
 
 _LAYER_LISTS = ("selection.exact_layers", "selection.anchors")
-
 _DECIDED = "placement"
 _ENTERED = ("selection.declared", "selection.options", _DECIDED)
 """What a policy's class says, its options, which have names of their own, and what is decided."""
@@ -74,7 +73,8 @@ def load_settings(
             node = node.setdefault(group, {})
         node[name] = _normalise(key, value, source)
     if options:
-        found = collect_options(options, chosen_policy(merged), optional=in_file)
+        policy, _ = merged.get("selection.policy", (DEFAULT_POLICY, ""))
+        found = collect_options(options, str(policy), optional=in_file)
         tree.setdefault("selection", {})["options"] = found
     try:
         return ServeSettings.model_validate(tree)
@@ -112,26 +112,23 @@ def _from_yaml(path: Path) -> dict[str, Sourced]:
         return {}
     if not isinstance(tree, dict):
         raise SettingsError(f"--config {path}: a mapping of settings is required")
-    found: dict[str, Sourced] = {}
-    _flatten(tree, "", str(path), found)
-    return found
+    return {key: Sourced(value, str(path)) for key, value in _flat(tree, "", str(path))}
 
 
-def _flatten(tree: Mapping[Any, Any], prefix: str, source: str, out: dict[str, Sourced]) -> None:
+def _flat(tree: Mapping[Any, Any], prefix: str, source: str) -> Iterator[tuple[str, Any]]:
     groups = {key.rpartition(".")[0] for key in setting_fields()} - {""}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key == GROUP:
-            out.update({x: Sourced(item, source) for x, item in options_in(value, source).items()})
-        elif key == _DECIDED:  # in the file that `serve` writes for the cache rank
-            out[key] = Sourced(value, source)
+            yield from options_in(value, source).items()
         elif key in groups:
             if not isinstance(value, dict):
                 raise SettingsError(f"{key} (from {source}): a group of settings is required")
-            _flatten(value, f"{key}.", source, out)
+            yield from _flat(value, f"{key}.", source)
         else:
-            require_known(key, source)
-            out[key] = Sourced(value, source)
+            if key != _DECIDED:  # in the file that `serve` writes for the cache rank
+                require_known(key, source)
+            yield key, value
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
@@ -139,14 +136,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
     for variable in sorted(environ):
         if variable.startswith(ENVIRONMENT_PREFIX):
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            value = environ[variable]
+            values: dict[str, Any] = {key: environ[variable]}
             if key == GROUP:
-                given = options_in(value, variable)
-                found.update({x: Sourced(item, variable) for x, item in given.items()})
-                continue
-            if not key.startswith(f"{GROUP}."):
+                values = options_in(environ[variable], variable)
+            elif not key.startswith(f"{GROUP}."):
                 require_known(key, variable)
-            found[key] = Sourced(value, variable)
+            found |= {name: Sourced(value, variable) for name, value in values.items()}
     return found
 
 
@@ -185,35 +180,31 @@ def require_known(key: str, source: str) -> None:
 
 def _normalise(key: str, value: Any, source: str) -> Any:
     """Read the text forms of lists and of "not set"."""
-    if key in _LAYER_LISTS:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return (value,)
-        if isinstance(value, str):
-            if value.strip().lower() in ("none", ""):
-                return ()
-            return tuple(part.strip() for part in value.split(","))
-    elif key == "edge.cors_origins" and isinstance(value, str):
-        return () if value.strip().lower() in ("none", "") else tuple(value.split(","))
-    elif key == "sglang_args" and isinstance(value, str):
+    if not isinstance(value, str):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return (value,) if is_number and key in _LAYER_LISTS else value
+    if key in (*_LAYER_LISTS, "edge.cors_origins"):
+        if value.strip().lower() in ("none", ""):
+            return ()
+        parts = value.split(",")
+        return tuple(parts if key == "edge.cors_origins" else map(str.strip, parts))
+    if key == "sglang_args":
         try:
             return tuple(shlex.split(value))
         except ValueError as error:
             raise SettingsError(f"sglang_args (from {source}): {error}") from error
-    elif isinstance(value, str) and value.lower() == "none":
-        field = setting_fields()[key]
-        return None if field.default is None else value
-    return value
+    is_unset = value.lower() == "none" and setting_fields()[key].default is None
+    return None if is_unset else value
 
 
 def _explain(error: ValidationError, merged: Mapping[str, Sourced]) -> str:
     """One line per wrong setting: key, value, source, what is required."""
-    lines: list[str] = []
+    lines: dict[str, None] = {}  # each once
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
         message = item["msg"].removeprefix("Value error, ")
         if key == "model" and item["type"] == "missing":
-            message = "no model given: `tandemkv serve MODEL`, a model directory or smollm2"
-            line = message
+            line = "no model given: `tandemkv serve MODEL`, a model directory or smollm2"
         elif key in merged:
             line = f"{key}={merged[key].value} (from {merged[key].source}): {message}"
         else:  # a check over several settings
@@ -224,6 +215,5 @@ def _explain(error: ValidationError, merged: Mapping[str, Sourced]) -> str:
             ]
             line = f"{message} ({', '.join(given)})" if given else message
             line = f"{key}: {line}" if key else line
-        if line not in lines:
-            lines.append(line)
+        lines[line] = None
     return "; ".join(lines)

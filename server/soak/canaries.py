@@ -51,15 +51,9 @@ def record_solo(
                 f"canary {index} is not answered before the load begins: {outcome.ending}, HTTP "
                 f"{outcome.status}: {outcome.text[:200]}"
             )
-        context = int(outcome.body["usage"]["total_tokens"])
         tokens = _certain(outcome.body["choices"][0]["logprobs"])
-        found.append(
-            Solo(
-                text="".join(tokens),
-                num_tokens=len(tokens),
-                is_dense=is_dense(context),
-            )
-        )
+        is_all = is_dense(int(outcome.body["usage"]["total_tokens"]))
+        found.append(Solo(text="".join(tokens), num_tokens=len(tokens), is_dense=is_all))
     return found
 
 

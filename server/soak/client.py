@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -59,24 +60,18 @@ class Client:
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._api_key, self._admin_key, self._timeout_s = api_key, admin_key, timeout_s
 
-    def get(self, path: str, *, is_admin: bool = False) -> tuple[int, bytes]:
-        """GET; raises `OSError` or `http.client.HTTPException` if there is no answer."""
-        return self._simple("GET", path, is_admin, timeout_s=10.0)
+    def ask(self, method: str, path: str, *, is_admin: bool = False) -> tuple[int, bytes]:
+        """Send a request without a body, and return status and answer.
 
-    def post(self, path: str) -> tuple[int, bytes]:
-        """POST to a route of administrators, without a body."""
-        return self._simple("POST", path, True, timeout_s=30.0)
-
-    def _simple(
-        self, method: str, path: str, is_admin: bool, timeout_s: float
-    ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        try:
+        Raises `OSError` or `http.client.HTTPException` if there is none.
+        """
+        with contextlib.closing(self._connection(30.0)) as connection:
             connection.request(method, path, headers=self._headers(is_admin=is_admin))
             reply = connection.getresponse()
             return reply.status, reply.read()
-        finally:
-            connection.close()
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
 
     def _headers(self, *, is_admin: bool = False) -> dict[str, str]:
         key = self._admin_key if is_admin and self._admin_key else self._api_key
@@ -85,7 +80,7 @@ class Client:
     def send(self, request: Request) -> Outcome:
         """Send `request`; never raises for what the server does."""
         outcome = Outcome(request=request, started=time.time())
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        connection = self._connection(self._timeout_s)
         try:
             connection.connect()
         except OSError:
@@ -121,9 +116,8 @@ class Client:
         text = reply.read()
         outcome.ending = "complete"
         outcome.body = json.loads(text) if reply.status == 200 else None
-        outcome.text = (
-            _texts(outcome.body) if outcome.body else text[:300].decode("utf-8", "replace")
-        )
+        told = text[:300].decode("utf-8", "replace")
+        outcome.text = _texts(outcome.body) if outcome.body else told
 
     def _read_stream(
         self,
@@ -144,8 +138,7 @@ class Client:
             last, seen = now, seen + 1
             event = line.removeprefix(b"data:").strip()
             if event == b"[DONE]":
-                if outcome.ending != "error event":
-                    outcome.ending = "complete"
+                outcome.ending = "complete"
                 break
             found = json.loads(event)
             if "error" in found:

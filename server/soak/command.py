@@ -18,7 +18,6 @@ from tandemkv.server.evaluation.compact_json import compact_json
 from tandemkv.server.evaluation.request_options import option, takes
 
 if TYPE_CHECKING:
-    from .faults import Action
     from .run import SoakSettings
     from .target import Target
 
@@ -51,8 +50,7 @@ class SoakRequest:
     )
     ready_within: Annotated[float, option("Longest seconds from crash to ready.", min=1)] = 60.0
     expect_no_loss: Annotated[
-        bool,
-        option("Fail if the loss of a cache rank ends a single request.", "--expect-no-loss"),
+        bool, option("Fail if the loss of a cache rank ends a single request.", "--expect-no-loss")
     ] = False
     api_key_file: Annotated[Path | None, option("Key of the server at --url.")] = None
     admin_key_file: Annotated[Path | None, option("Its admin key, to empty the prefix cache.")] = (
@@ -89,7 +87,12 @@ def soak(request: SoakRequest) -> None:
     console = Console(stderr=True, highlight=False)
     target: contextlib.AbstractContextManager[Target]
     if url is not None:
-        _check_actions(actions)
+        points = [name for name in actions if name in ("delay", "drop")]
+        if points:
+            raise SettingsError(
+                f"--faults {','.join(points)}: fault points are switched on when a server is "
+                "started; leave --url out, or use kill, stop and pause"
+            )
         keys = {"api_key_file": request.api_key_file, "admin_key_file": request.admin_key_file}
         target = contextlib.nullcontext(running_target(url, **keys))
     else:
@@ -101,15 +104,6 @@ def soak(request: SoakRequest) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not _run(target, settings, request, console):
         raise typer.Exit(1)
-
-
-def _check_actions(actions: tuple[Action, ...]) -> None:
-    points = [name for name in actions if name in ("delay", "drop")]
-    if points:
-        raise SettingsError(
-            f"--faults {','.join(points)}: fault points are switched on when a server is started; "
-            "leave --url out, or use kill, stop and pause"
-        )
 
 
 def _run(
@@ -128,9 +122,8 @@ def _run(
             console.print("the server is on another host: no faults, and no processes to look at")
         found = run_soak(server, settings, console.print)
     verdict = judge(found, server, rules)
-    report = as_json(
-        found, verdict, rules, "started for the soak" if server.is_ours else server.url
-    )
+    where = "started for the soak" if server.is_ours else server.url
+    report = as_json(found, verdict, rules, where)
     if request.out is not None:
         request.out.write_text(compact_json(report), encoding="utf-8")
     Console(highlight=False).print(as_tables(report))

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import POINTS
@@ -24,7 +24,7 @@ _BY_SIGNAL = ("kill", "stop", "pause")
 _TARGETS = {CACHE_RANK: 3, SCHEDULER: 2, HTTP: 1}
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.3, 6.0
 _DELAY_S = 0.2
-_RATES = {"delay": 0.0005, "drop": 0.0005}
+_RATE = 0.0005
 _TICK_S, _GIVE_UP_S = 0.25, 240.0
 
 
@@ -47,9 +47,9 @@ def points_text(seed: int, actions: tuple[Action, ...]) -> str:
     rules = [f"seed={seed}"]
     for name, point in POINTS.items():
         if "delay" in actions and point.role not in ("launcher", "http"):
-            rules.append(f"{name}=delay({_DELAY_S:g})@{_RATES['delay']:g}")
+            rules.append(f"{name}=delay({_DELAY_S:g})@{_RATE:g}")
         if "drop" in actions and point.can_drop:
-            rules.append(f"{name}=drop@{_RATES['drop']:g}")
+            rules.append(f"{name}=drop@{_RATE:g}")
     return ";".join(rules) if len(rules) > 1 else ""
 
 
@@ -68,43 +68,11 @@ class Fault:
     recovery_s: float | None = None
     """From `began` until ready; of a stop, from when the launcher ended the process."""
 
-    @property
-    def ends_http(self) -> bool:
-        """Whether connections may be cut: SGLang's HTTP process is killed with the fault."""
-        return self.action in ("kill", "stop") and (
-            self.target == HTTP or (self.target == SCHEDULER and self.action == "stop")
-        )
-
-    @property
-    def ends_connections(self) -> bool:
-        """Whether SGLang's HTTP process ends, so that who comes just then gets no answer at all."""
-        return self.ends_http or (self.action == "kill" and self.target == SCHEDULER)
-
-    @property
-    def is_of_cache_rank(self) -> bool:
-        """Whether SGLang stays up, so that nothing need be lost."""
-        return self.target == CACHE_RANK or self.action in ("delay", "drop")
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it for the report."""
-        return {
-            "action": self.action,
-            "target": self.target,
-            "began": round(self.began, 2),
-            "seconds": round(self.seconds, 2),
-            "recovery_s": None if self.recovery_s is None else round(self.recovery_s, 2),
-        }
-
 
 class Chaos:
     """Does one fault after the other, with calm in between, from a thread of its own.
 
-    `calm_s` is the mean time between ready again and the next fault.
-
-    Attributes
-    ----------
-    faults : list of Fault
-        What was done so far.
+    `calm_s` is the mean time between ready again and the next fault; `faults` what was done so far.
     """
 
     def __init__(
@@ -152,7 +120,7 @@ class Chaos:
         if not there:
             return
         target = rng.choices(there, [_TARGETS[role] for role in there])[0]
-        action, seconds = rng.choice(self._actions), 0.0
+        action = rng.choice(self._actions)
         pause_s = rng.uniform(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S)
         pid = pids[target]
         fault = Fault(action=action, target=target, began=time.time())
@@ -162,8 +130,8 @@ class Chaos:
         else:
             _send(pid, signal.SIGSTOP)
             if action == "pause":
-                fault.seconds = seconds = pause_s
-                time.sleep(seconds)
+                fault.seconds = pause_s
+                time.sleep(pause_s)
                 _send(pid, signal.SIGCONT)
         self._await_ready(fault, pid)
 

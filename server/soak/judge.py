@@ -8,14 +8,14 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from .canaries import compare
-from .faults import Fault
+from .canaries import Agreement, compare
 from .run import Findings, held_by_requests
 from .slope import Slope, slope_of
 from .target import Target
-from .windows import Windows
+from .watch import MemorySample
+from .windows import NOT_WELL, Windows
 
 _FD_SLACK, _THREAD_SLACK = 16, 4
 _LEAST_LIFE_S, _SETTLING_S = 600.0, 240.0
@@ -25,8 +25,7 @@ _AT_ONCE_S = 1.0
 _CODE = re.compile(r"(?<![0-9])[0-9]{9}(?![0-9])")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(NamedTuple):
     """One judged figure."""
 
     name: str
@@ -37,9 +36,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """All checks, and the figures that are not judged."""
+    """All checks, and what they were made from."""
 
     checks: tuple[Check, ...]
+    windows: Windows
+    agreement: dict[str, Agreement]
     endings: dict[str, int]
     latency: dict[str, Slope | None]
     memory: dict[str, Slope]
@@ -62,148 +63,137 @@ class Rules:
 
 def judge(found: Findings, target: Target, rules: Rules) -> Verdict:
     """Judge what was seen."""
-    faults = found.chaos.faults if found.chaos is not None else []
-    windows = Windows.of(faults, found.point_faults)
+    windows = Windows(found.faults, found.point_faults)
     endings = Counter(windows.ending_of(outcome) for outcome in found.outcomes)
-    latency = latencies(found, windows)
-    memory = memory_slopes(found)
+    agreement = compare(found.outcomes, found.solos)
+    latency, memory = latencies(found, windows), memory_slopes(found)
     checks = [
         *_of_answers(found, windows, endings, rules),
-        *_of_canaries(found),
-        *_of_faults(found, faults, windows, rules),
-        *_of_leaks(found, target),
+        *_of_canaries(found, agreement["dense"]),
+        *_of_faults(found, windows, rules),
+        *_of_leaks(found),
+        *_of_end(target),
         *_of_slopes(latency, memory),
     ]
     return Verdict(
-        checks=tuple(checks), endings=dict(sorted(endings.items())), latency=latency, memory=memory
+        checks=tuple(checks),
+        windows=windows,
+        agreement=agreement,
+        endings=dict(sorted(endings.items())),
+        latency=latency,
+        memory=memory,
     )
 
 
 def _of_answers(
     found: Findings, windows: Windows, endings: Counter[str], rules: Rules
 ) -> Iterable[Check]:
-    for name in ("lost", "wrong status", "HTTP 5xx outside of faults"):
+    for name in NOT_WELL:
         yield _none(f"requests: {name}", endings[name])
     if rules.expect_no_loss:
         lost = sum(windows.is_loss_of_cache_rank(outcome) for outcome in found.outcomes)
         yield _none("requests lost to the cache rank", lost)
     codes = {outcome.request.code for outcome in found.outcomes if outcome.request.code}
-    foreign = [
-        outcome
+    foreign = sum(
+        bool((codes & {*_CODE.findall(outcome.text)}) - {outcome.request.code})
         for outcome in found.outcomes
-        if (set(_CODE.findall(outcome.text)) & codes) - {outcome.request.code}
-    ]
-    yield _none("answers with the code of another request", len(foreign))
+    )
+    yield _none("answers with the code of another request", foreign)
     refused = [
         outcome.ended - outcome.started
         for outcome in found.outcomes
-        if outcome.request.refusals and not windows.touches(outcome)
+        if outcome.request.refusals and not windows.touching(outcome)
     ]
     if refused:
         slow = statistics.quantiles(refused, n=20)[-1] if len(refused) > 1 else refused[0]
-        yield Check(
-            name="bad requests: 95 % are refused within, s",
-            value=round(slow, 3),
-            required=f"below {_AT_ONCE_S:g}",
-            passed=slow < _AT_ONCE_S,
-        )
+        name = "bad requests: 95 % are refused within, s"
+        yield Check(name, round(slow, 3), f"below {_AT_ONCE_S:g}", slow < _AT_ONCE_S)
 
 
-def _of_canaries(found: Findings) -> Iterable[Check]:
-    agreement = compare(found.outcomes, found.solos)
-    dense = agreement["dense"]
+def _of_canaries(found: Findings, dense: Agreement) -> Iterable[Check]:
     yield Check(
-        name="canaries that differ from their solo answer",
-        value=f"{dense.differ} of {dense.answered}",
-        required="0 of some",
-        passed=dense.differ == 0 < dense.answered,
+        "canaries that differ from their solo answer",
+        f"{dense.differ} of {dense.answered}",
+        "0 of some",
+        dense.differ == 0 < dense.answered,
     )
     pairs = zip(found.solos, found.solos_after, strict=False)
     changed = sum(before.text != after.text for before, after in pairs if before.is_dense)
     yield _none("solo answers that differ after the soak", changed)
 
 
-def _of_faults(
-    found: Findings, faults: list[Fault], windows: Windows, rules: Rules
-) -> Iterable[Check]:
-    times = [fault.recovery_s for fault in faults]
+def _of_faults(found: Findings, windows: Windows, rules: Rules) -> Iterable[Check]:
+    times = [fault.recovery_s for fault in found.faults]
     late = [each for each in times if each is None or each > rules.ready_within_s]
-    if faults:
+    if times:
         slowest = max((each for each in times if each is not None), default=None)
         yield Check(
-            name="faults after which it is not ready again in time; slowest, s",
-            value=f"{len(late)} of {len(faults)}; {slowest and round(slowest, 1)}",
-            required=f"0, at most {rules.ready_within_s:g}",
-            passed=not late,
+            "faults after which it is not ready again in time; slowest, s",
+            f"{len(late)} of {len(times)}; {slowest and round(slowest, 1)}",
+            f"0, at most {rules.ready_within_s:g}",
+            not late,
         )
-    restarts = [each for each in found.watch.restarts if not windows.covers(each.time)]
+    restarts = [each for each in found.watch.restarts if not windows.during(each.time, each.time)]
     yield _none("restarts that no fault explains", len(restarts))
     unready = [
         each for each in found.watch.unready
-        if not windows.overlaps(each.began, each.ended) and each.ended - each.began > 1.0
+        if not windows.during(each.began, each.ended) and each.ended - each.began > 1.0
     ]  # fmt: skip
     yield _none("times not ready that no fault explains", len(unready))
 
 
-def _of_leaks(found: Findings, target: Target) -> Iterable[Check]:
+def _of_leaks(found: Findings) -> Iterable[Check]:
     last = found.quiet[-1]
     for name in held_by_requests(last.is_flushed):
         yield _none(f"{name} at the end", last.books.get(name, 0.0))
-    yield Check(
-        name="growth of mapped memory, bytes",
-        value=last.books.get("mapped_bytes", 0.0) - found.quiet[0].books.get("mapped_bytes", 0.0),
-        required="0",
-        passed=last.books.get("mapped_bytes") == found.quiet[0].books.get("mapped_bytes"),
-    )
+    mapped = [point.books.get("mapped_bytes") for point in found.quiet]
+    grown = (mapped[-1] or 0.0) - (mapped[0] or 0.0)
+    yield Check("growth of mapped memory, bytes", grown, "0", mapped[-1] == mapped[0])
     held = [point.held for point in found.quiet if point.held is not None]
-    if held:
-        first, end = held[0], held[-1]
-        for what, slack in (("fds", _FD_SLACK), ("threads", _THREAD_SLACK)):
-            grown = {
-                role: _most(end.roles.get(role, ()), what) - _most(some, what)
-                for role, some in first.roles.items()
-            }
-            worst = max(grown, key=lambda role: grown[role])
-            yield Check(
-                name=f"growth of {what}, largest of a process",
-                value=f"{grown[worst]} ({worst})",
-                required=f"at most {slack}",
-                passed=grown[worst] <= slack,
-            )
-        more = set(_named(end.run_dir_files)) - set(_named(first.run_dir_files))
-        yield _none("files in the run directory that came", sorted(more))
-        segments = len(end.shared_memory) - len(first.shared_memory)
+    if not held:
+        return
+    first, end = held[0], held[-1]
+    for what, slack in (("fds", _FD_SLACK), ("threads", _THREAD_SLACK)):
+        more = {
+            role: _most(end.roles.get(role, ()), what) - _most(some, what)
+            for role, some in first.roles.items()
+        }
+        worst = max(more, key=lambda role: more[role])
         yield Check(
-            name="growth of shared memory, segments",
-            value=segments,
-            required="at most 0",
-            passed=segments <= 0,
+            f"growth of {what}, largest of a process",
+            f"{more[worst]} ({worst})",
+            f"at most {slack}",
+            more[worst] <= slack,
         )
+    files = _named(end.run_dir_files) - _named(first.run_dir_files)
+    yield _none("files in the run directory that came", sorted(files))
+    segments = len(end.shared_memory) - len(first.shared_memory)
+    yield Check("growth of shared memory, segments", segments, "at most 0", segments <= 0)
+
+
+def _of_end(target: Target) -> Iterable[Check]:
     if target.left is not None:
         yield _none("left behind by the server that was ended", target.left)
-        yield Check(
-            name="end of the server",
-            value=target.exit_status,
-            required="exit code 0",
-            passed=target.exit_status == "exit code 0",
-        )
+        status = target.exit_status
+        yield Check("end of the server", status, "exit code 0", status == "exit code 0")
 
 
 def _of_slopes(latency: dict[str, Slope | None], memory: dict[str, Slope]) -> Iterable[Check]:
+    required = "an interval that reaches {:g} or below"
     for name, slope in latency.items():
         if slope is not None:
             yield Check(
-                name=f"slope of {name}, % over the soak, with its 95 % interval",
-                value=_percent(slope),
-                required=f"an interval that reaches {_MOST_SLOWER_PERCENT:g} or below",
-                passed=100 * slope.least_change <= _MOST_SLOWER_PERCENT,
+                f"slope of {name}, % over the soak, with its 95 % interval",
+                _percent(slope),
+                required.format(_MOST_SLOWER_PERCENT),
+                100 * slope.least_change <= _MOST_SLOWER_PERCENT,
             )
     for role, slope in memory.items():
         yield Check(
-            name=f"private memory of {role}, MiB per hour, with its 95 % interval",
-            value=f"{slope.per_hour:+.1f} ({slope.low:+.1f} to {slope.high:+.1f})",
-            required=f"an interval that reaches {_MOST_RSS_MIB_PER_HOUR:g} or below",
-            passed=slope.low <= _MOST_RSS_MIB_PER_HOUR,
+            f"private memory of {role}, MiB per hour, with its 95 % interval",
+            f"{slope.per_hour:+.1f} ({slope.low:+.1f} to {slope.high:+.1f})",
+            required.format(_MOST_RSS_MIB_PER_HOUR),
+            slope.low <= _MOST_RSS_MIB_PER_HOUR,
         )
 
 
@@ -214,12 +204,11 @@ def latencies(found: Findings, windows: Windows) -> dict[str, Slope | None]:
         for outcome in found.outcomes
         if outcome.request.kind == "probe"
         and outcome.ending == "complete"
-        and not windows.touches(outcome)
+        and not windows.touching(outcome)
         and outcome.gaps_s
     ]
-    machine = found.watch.machine
-    others = [_at(machine, outcome.started) for outcome in probes]
-    times = [outcome.started for outcome in probes]
+    machine, times = found.watch.machine, [outcome.started for outcome in probes]
+    others = [_at(machine, time) for time in times]
     series = {
         "time to first token": [outcome.first_s or 0.0 for outcome in probes],
         "time per token": [statistics.fmean(outcome.gaps_s) for outcome in probes],
@@ -232,20 +221,18 @@ def latencies(found: Findings, windows: Windows) -> dict[str, Slope | None]:
 
 def memory_slopes(found: Findings) -> dict[str, Slope]:
     """Return the growth of each role's longest life of ten minutes or more, once settled."""
-    lives: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    lives: dict[tuple[str, int], list[MemorySample]] = {}
     for sample in found.watch.memory:
-        lives.setdefault((sample.role, sample.pid), []).append((sample.time, sample.private_mib))
-    longest: dict[str, list[tuple[float, float]]] = {}
+        lives.setdefault((sample.role, sample.pid), []).append(sample)
+    longest: dict[str, list[MemorySample]] = {}
     for (role, _), life in lives.items():
-        if life[-1][0] - life[0][0] >= _LEAST_LIFE_S and len(life) > len(longest.get(role, ())):
+        if life[-1].time - life[0].time >= _LEAST_LIFE_S and len(life) > len(longest.get(role, ())):
             longest[role] = life
     slopes = {}
     for role, life in longest.items():
-        settled = [each for each in life if each[0] - life[0][0] >= _SETTLING_S]
-        slope = slope_of([t for t, _ in settled], [mib for _, mib in settled])
-        if slope is not None:
-            slopes[role] = slope
-    return slopes
+        settled = [each for each in life if each.time - life[0].time >= _SETTLING_S]
+        slopes[role] = slope_of([x.time for x in settled], [x.private_mib for x in settled])
+    return {role: slope for role, slope in slopes.items() if slope is not None}
 
 
 def _at(machine: list[tuple[float, float, float]], time: float) -> float:
@@ -260,14 +247,13 @@ def _percent(slope: Slope) -> str:
 
 
 def _none(name: str, value: Any) -> Check:
-    is_list = isinstance(value, list)
-    return Check(name=name, value=value, required="none" if is_list else "0", passed=not value)
+    return Check(name, value, "none" if isinstance(value, list) else "0", not value)
 
 
 def _most(some: Iterable[Any], what: str) -> int:
     return max((int(getattr(each, what)) for each in some), default=0)
 
 
-def _named(files: Iterable[str]) -> Iterable[str]:
+def _named(files: Iterable[str]) -> set[str]:
     """Take process ids and random parts out of names: what is replaced is not more."""
-    return (re.sub(r"[0-9a-z_]{8,}|[0-9]+", "*", name) for name in files)
+    return {re.sub(r"[0-9a-z_]{8,}|[0-9]+", "*", name) for name in files}

@@ -8,9 +8,8 @@ import os
 import time
 import urllib.parse
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -54,15 +53,6 @@ class Held:
     roles: dict[str, tuple[ProcessGauges, ...]]
     run_dir_files: tuple[str, ...]
     shared_memory: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it for the report."""
-        return {
-            "time": round(self.time, 1),
-            "roles": {role: [asdict(each) for each in some] for role, some in self.roles.items()},
-            "run_dir_files": list(self.run_dir_files),
-            "shared_memory": list(self.shared_memory),
-        }
 
 
 class ServerProcesses:
@@ -132,10 +122,8 @@ class ServerProcesses:
 def role_of(process: psutil.Process) -> str:
     """Return what a process of a server is."""
     text = " ".join(process.cmdline())
-    for part, role in _ROLES.items():
-        if part in text:
-            return role
-    return LAUNCHER if " serve" in text else "other"
+    usual = LAUNCHER if " serve" in text else "other"
+    return next((role for part, role in _ROLES.items() if part in text), usual)
 
 
 def _gauges(processes: Iterable[psutil.Process]) -> Iterable[ProcessGauges]:
@@ -155,9 +143,4 @@ def files_below(folder: Path | None) -> list[str]:
     """Return all files below `folder`, relative to it."""
     if folder is None or not folder.is_dir():
         return []
-    found = []
-    for path in sorted(folder.rglob("*")):
-        with contextlib.suppress(OSError):
-            if not path.is_dir():
-                found.append(str(path.relative_to(folder)))
-    return found
+    return [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if not p.is_dir()]

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,49 +13,65 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from .canaries import compare
 from .client import Outcome
+from .faults import Fault
 from .judge import Rules, Verdict
-from .run import Findings
-from .windows import Windows
+from .run import Findings, QuietPoint
+from .slope import Slope
+from .windows import NOT_WELL, Windows
 
-_NOT_WELL = ("lost", "wrong status", "HTTP 5xx outside of faults")
 _MOST_SHOWN = 50
 
 
 def as_json(found: Findings, verdict: Verdict, rules: Rules, target: str) -> dict[str, Any]:
     """Return the whole report."""
-    faults = found.chaos.faults if found.chaos is not None else []
-    windows = Windows.of(faults, found.point_faults)
     points = Counter(
         f"{line['point']} {line['action']}" for line in found.point_faults if line["point"]
     )
-    not_well = [each for each in found.outcomes if windows.ending_of(each) in _NOT_WELL]
+    windows = verdict.windows
+    not_well = [each for each in found.outcomes if windows.ending_of(each) in NOT_WELL]
+    minutes = Counter(f"{int(each.started - found.began) // 60}" for each in not_well)
     return {
         "passed": verdict.passed,
         "target": target,
         "settings": asdict(found.settings),
         "rules": asdict(rules),
         "seconds": round(found.ended - found.began, 1),
-        "checks": [asdict(check) for check in verdict.checks],
+        "checks": [check._asdict() for check in verdict.checks],
         "endings": verdict.endings,
         "kinds": kinds(found.outcomes),
-        "canaries": {name: asdict(each) for name, each in _agreement(found).items()},
+        "canaries": {name: asdict(each) for name, each in verdict.agreement.items()},
         "canary_tokens_compared": sum(solo.num_tokens for solo in found.solos),
-        "latency": {name: s and s.as_json() for name, s in verdict.latency.items()},
-        "memory": {role: slope.as_json() for role, slope in verdict.memory.items()},
-        "faults": [fault.as_json() for fault in faults],
+        "latency": {name: slope and _slope(slope) for name, slope in verdict.latency.items()},
+        "memory": {role: _slope(slope) for role, slope in verdict.memory.items()},
+        "faults": [_fault(fault) for fault in found.faults],
         "fault_points": dict(sorted(points.items())),
         "restarts": [each._asdict() for each in found.watch.restarts],
         "not_ready": [each._asdict() for each in found.watch.unready],
         "machine": _machine(found),
-        "quiet": [point.as_json() for point in found.quiet],
+        "quiet": [_quiet(point) for point in found.quiet],
         "status": found.status,
-        "not_well_by_minute": dict(
-            Counter(f"{int(each.started - found.began) // 60}" for each in not_well)
-        ),
+        "not_well_by_minute": dict(minutes),
         "not_well": [_shown(each, windows) for each in not_well[:_MOST_SHOWN]],
     }
+
+
+def _rounded(values: Mapping[str, Any], digits: int) -> dict[str, Any]:
+    return {k: round(v, digits) if isinstance(v, float) else v for k, v in values.items()}
+
+
+def _slope(slope: Slope) -> dict[str, Any]:
+    return _rounded(asdict(slope), 6) | {"is_within_noise": slope.is_within_noise}
+
+
+def _fault(fault: Fault) -> dict[str, Any]:
+    found = _rounded(asdict(fault), 2)
+    return {name: found[name] for name in ("action", "target", "began", "seconds", "recovery_s")}
+
+
+def _quiet(point: QuietPoint) -> dict[str, Any]:
+    held = point.held and _rounded(asdict(point.held), 1)
+    return {"books": point.books, "flushed": point.is_flushed, "held": held}
 
 
 def kinds(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
@@ -70,10 +87,6 @@ def kinds(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
                 "p95_s": round(times[int(0.95 * (len(times) - 1))], 3),
             }
     return found
-
-
-def _agreement(found: Findings) -> dict[str, Any]:
-    return dict(compare(found.outcomes, found.solos))
 
 
 def _machine(found: Findings) -> dict[str, float]:
@@ -114,10 +127,10 @@ def as_tables(report: dict[str, Any]) -> RenderableType:
     for name, number in report["endings"].items():
         endings.add_row(name, str(number))
     faults = Table("fault", "number", "slowest recovery, s", title="Faults")
-    grouped: dict[str, list[float]] = {}
+    grouped: dict[str, list[float]] = defaultdict(list)
     for fault in report["faults"]:
-        times = grouped.setdefault(f"{fault['action']} {fault['target']}", [])
-        times.append(float("inf") if fault["recovery_s"] is None else fault["recovery_s"])
+        took = float("inf") if fault["recovery_s"] is None else fault["recovery_s"]
+        grouped[f"{fault['action']} {fault['target']}"].append(took)
     for name, times in sorted(grouped.items()):
         faults.add_row(name, str(len(times)), f"{max(times):.1f}")
     for name, number in report["fault_points"].items():

@@ -16,7 +16,7 @@ from tandemkv.server.launch.probes import StatusUnavailableError, fetch_status
 
 from .canaries import SoakError, Solo, record_solo
 from .client import Outcome
-from .faults import Action, Chaos
+from .faults import Action, Chaos, Fault
 from .processes import Held
 from .requests import Load, Request
 from .target import Target
@@ -59,14 +59,6 @@ class QuietPoint:
     books: dict[str, float]
     is_flushed: bool
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it for the report."""
-        return {
-            "books": self.books,
-            "flushed": self.is_flushed,
-            "held": None if self.held is None else self.held.as_json(),
-        }
-
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
@@ -79,7 +71,7 @@ class Findings:
     solos_after: list[Solo] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     quiet: list[QuietPoint] = field(default_factory=list)
-    chaos: Chaos | None = None
+    faults: list[Fault] = field(default_factory=list)
     watch: Watch
     point_faults: list[dict[str, float | int | str]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
@@ -140,11 +132,8 @@ class _Run:
         self._number = self._probes = 0
         self._stopping, self._open = threading.Event(), threading.Event()
         self._busy = 0
-        self._threads = [
-            threading.Thread(target=self._send_load, name=f"load-{i}", daemon=True)
-            for i in range(self._settings.concurrency)
-        ]
-        self._threads.append(threading.Thread(target=self._send_probes, name="probe", daemon=True))
+        senders = [self._send_load] * self._settings.concurrency + [self._send_probes]
+        self._threads = [threading.Thread(target=send, daemon=True) for send in senders]
 
     def warm_up(self) -> None:
         """Open what stays open: thread pools, connections between the ranks, logs."""
@@ -157,17 +146,18 @@ class _Run:
 
     def go(self) -> None:
         """Load and faults, with quiet points on the way and at the end."""
-        settings, found = self._settings, self._found
-        if self._target.processes is not None:
-            watch = found.watch
-            found.chaos = Chaos(
+        settings, watch, processes = self._settings, self._found.watch, self._target.processes
+        chaos = None
+        if processes is not None:
+            chaos = Chaos(
                 seed=settings.seed,
                 actions=settings.actions,
-                processes=self._target.processes,
+                processes=processes,
                 is_ready=lambda: watch.is_ready,
                 calm_s=settings.calm_s,
             )
-            found.chaos.start()
+            self._found.faults = chaos.faults
+            chaos.start()
         end = time.monotonic() + settings.duration_s
         parts = max(1, min(_MOST_QUIET, int(settings.duration_s // 60)))
         for part in range(parts):
@@ -175,10 +165,9 @@ class _Run:
             self._open.set()
             rest = (end - time.monotonic()) / (parts - part)
             self._stopping.wait(max(1.0, rest))
-            is_last = part == parts - 1
-            if is_last and found.chaos is not None:
-                found.chaos.stop()
-            with found.chaos.hold() if found.chaos is not None else contextlib.nullcontext():
+            if part == parts - 1 and chaos is not None:
+                chaos.stop()
+            with chaos.hold() if chaos is not None else contextlib.nullcontext():
                 self._quiet()
 
     def close(self) -> None:
@@ -214,7 +203,7 @@ class _Run:
     def _flush(self, deadline: float) -> bool:
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                code, _ = self._target.client.post("/flush_cache")
+                code, _ = self._target.client.ask("POST", "/flush_cache", is_admin=True)
                 if code in (200, 401, 403):
                     return code == 200
             time.sleep(0.5)
@@ -225,14 +214,13 @@ class _Run:
         values = fetch_status(self._target.url)["inference_rank"]["values"]
         names = ("request_rows", "slots_used", "mapped_bytes")
         found = {name: float(values[name]) for name in names if name in values}
-        code, text = self._target.client.get("/v1/loads", is_admin=True)
+        code, text = self._target.client.ask("GET", "/v1/loads", is_admin=True)
         if code == 200:
             loads = json.loads(text)["loads"]
             return found | {"sglang_tokens": sum(float(each["num_used_tokens"]) for each in loads)}
-        _, text = self._target.client.get("/metrics")
-        return found | {
-            "sglang_tokens": float(dict(_METRICS.findall(text.decode()))["num_used_tokens"])
-        }
+        _, text = self._target.client.ask("GET", "/metrics")
+        used = dict(_METRICS.findall(text.decode()))["num_used_tokens"]
+        return found | {"sglang_tokens": float(used)}
 
     def _send_load(self) -> None:
         for request in self._requests():

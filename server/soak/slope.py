@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +40,6 @@ class Slope:
         """Whether the series may well not grow."""
         return self.low <= 0.0
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it for the report."""
-        found = {name: round(value, 6) for name, value in asdict(self).items()}
-        return found | {"is_within_noise": self.is_within_noise}
-
 
 def slope_of(
     times: Sequence[float],
@@ -59,12 +53,7 @@ def slope_of(
     Neighbours in time are alike, so single values would make the interval too narrow. The series is
     in the order of time, in seconds. `beside` is something else that the values may depend on, such
     as what else the machine computes: the growth is that which this does not explain. `seed` is the
-    bootstrap's.
-
-    Returns
-    -------
-    Slope or None
-        None if there are fewer than 16 values, or all are of one moment.
+    bootstrap's. Returns None if there are fewer than 16 values, or all are of one moment.
     """
     t = np.asarray(times, dtype=np.float64) / 3600.0
     y = np.asarray(values, dtype=np.float64)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -51,12 +50,8 @@ class Target:
 def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path | None) -> Target:
     """Return the server that runs at `url`.
 
-    Raises
-    ------
-    SettingsError
-        If a key file cannot be used, or nobody listens there.
-    SoakError
-        If it is not ready.
+    Raises `SettingsError` if a key file cannot be used, or nobody listens there; `SoakError` if it
+    is not ready.
     """
     client = Client(
         url,
@@ -66,9 +61,8 @@ def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path 
     state = server_state(url, 5.0)
     if not state.ready:
         raise SoakError(f"{url} is not ready: {state.detail}")
-    return Target(
-        url=url, client=client, processes=ServerProcesses.listening_at(url), is_ours=False
-    )
+    processes = ServerProcesses.listening_at(url)
+    return Target(url=url, client=client, processes=processes, is_ours=False)
 
 
 @contextlib.contextmanager
@@ -77,9 +71,9 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
 
     Raises `SoakError` if it does not become ready.
     """
-    work = Path(tempfile.mkdtemp(prefix="tkv-soak-"))
-    try:
-        temporary = work / "t"
+    with tempfile.TemporaryDirectory(prefix="tkv-soak-", ignore_cleanup_errors=True) as name:
+        work = Path(name)
+        temporary, run_dir = work / "t", work / "run"
         temporary.mkdir()
         admin_key, port = secrets.token_hex(16), choose_port("127.0.0.1", 0)
         key_file = work / "admin.key"
@@ -87,7 +81,7 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
         key_file.write_text(admin_key, encoding="utf-8")
         argv = (
             *(*SERVER, "serve", model, *arguments),
-            *("--port", str(port), "--run-dir", str(work / "run")),
+            *("--port", str(port), "--run-dir", str(run_dir)),
             *("--admin-key-file", str(key_file), "--max-restarts", _MOST_RESTARTS),
         )
         env = dict(os.environ) | {"TMPDIR": str(temporary), "PYTHONSAFEPATH": "1"}
@@ -100,18 +94,15 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
         url = f"http://127.0.0.1:{port}"
         try:
             _await_ready(child, url)
-            target = Target(
-                url=url,
-                client=Client(url, admin_key=admin_key),
-                processes=ServerProcesses(child.pid, work / "run"),
-                is_ours=True,
+            client, processes = (
+                Client(url, admin_key=admin_key),
+                ServerProcesses(child.pid, run_dir),
             )
+            target = Target(url=url, client=client, processes=processes, is_ours=True)
             yield target
             _end(child, target, temporary)
         finally:
             child.stop(_END_TIMEOUT_S, hurry=lambda: False)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _await_ready(child: ChildProcess, url: str) -> None:

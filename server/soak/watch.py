@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import threading
 import time
@@ -45,12 +47,8 @@ class MemorySample(NamedTuple):
 class Watch:
     """Looks at the server twice a second, from a thread of its own.
 
-    `processes` is None if the server is not on this host.
-
-    Attributes
-    ----------
-    unready, restarts, memory, machine : list
-        What was seen: `machine` are (time, load average, CPU time of others in cores).
+    `processes` is None if the server is not on this host. `unready`, `restarts`, `memory` and
+    `machine` are what was seen; the last (time, load average, CPU time of others in cores).
     """
 
     def __init__(self, url: str, processes: ServerProcesses | None) -> None:
@@ -116,12 +114,9 @@ class _CpuOfOthers:
         busy = float(sum(times)) - times.idle - getattr(times, "iowait", 0.0)
         busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
         ours = sum(os.times()[:2])
-        for some in processes.by_role().values():
-            for process in some:
-                try:
-                    ours += sum(process.cpu_times()[:2])
-                except psutil.Error:
-                    continue
+        for process in itertools.chain.from_iterable(processes.by_role().values()):
+            with contextlib.suppress(psutil.Error):
+                ours += sum(process.cpu_times()[:2])
         now, before = (time.time(), busy, ours), self._before
         self._before = now
         if before is None or now[0] <= before[0]:

@@ -3,87 +3,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from .client import Outcome
 from .faults import Fault
+from .processes import CACHE_RANK, HTTP, SCHEDULER
 
+NOT_WELL = ("lost", "wrong status", "HTTP 5xx outside of faults")
+"""What no ending of a request may count as."""
 _BEFORE_S, _AFTER_S = 0.5, 8.0
 _POINT_S = {"drop": 60.0, "kill": 180.0, "stop": 240.0}
 """What a fault point did may take as long to be noticed and mended: a handshake has 5 s, a
 heartbeat 3 s, a rank that hangs 15 s, and one that is lost is started again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A time in which a fault may be seen."""
+_ROLES = {"http": HTTP, "inference_rank": SCHEDULER, "cache_rank": CACHE_RANK}
+
+
+class Window(NamedTuple):
+    """A time in which a fault may be seen: what was done, and to which process."""
 
     began: float
     ended: float
-    ends_http: bool
-    ends_connections: bool
-    is_of_cache_rank: bool
+    action: str
+    target: str
 
+    @property
+    def ends_http(self) -> bool:
+        """Whether connections may be cut: SGLang's HTTP process is killed with the fault."""
+        return (self.action in ("kill", "stop") and self.target == HTTP) or (
+            self.action == "stop" and self.target == SCHEDULER
+        )
 
-def _of_point(line: Mapping[str, Any]) -> Window:
-    began, action, role = line["time"], line["action"], line["role"]
-    is_process = action in ("kill", "stop")
-    ends_http = is_process and (role == "http" or (role == "inference_rank" and action == "stop"))
-    return Window(
-        began=began - _BEFORE_S,
-        ended=began + _POINT_S[action],
-        ends_http=ends_http,
-        ends_connections=ends_http or (is_process and role == "inference_rank"),
-        is_of_cache_rank=not is_process or role == "cache_rank",
-    )
+    @property
+    def ends_connections(self) -> bool:
+        """Whether SGLang's HTTP process ends, so that who comes just then gets no answer at all."""
+        return self.ends_http or (self.action == "kill" and self.target == SCHEDULER)
+
+    @property
+    def is_of_cache_rank(self) -> bool:
+        """Whether SGLang stays up, so that nothing need be lost."""
+        return self.target == CACHE_RANK or self.action == "drop"
 
 
 class Windows:
-    """All windows of a soak."""
+    """All windows of a soak: of signals that were sent, and of what fault points did."""
 
-    def __init__(self, windows: Sequence[Window]) -> None:
-        self._windows = windows
-
-    @classmethod
-    def of(cls, faults: Iterable[Fault], points: Iterable[Mapping[str, Any]]) -> Windows:
-        """Return the windows of signals that were sent, and of what fault points did."""
-        found = [
-            Window(
-                fault.began - _BEFORE_S,
-                fault.ended + _AFTER_S,
-                fault.ends_http,
-                fault.ends_connections,
-                fault.is_of_cache_rank,
-            )
-            for fault in faults
+    def __init__(
+        self, faults: Iterable[Fault] = (), points: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        self._windows = [
+            Window(each.began - _BEFORE_S, each.ended + _AFTER_S, each.action, each.target)
+            for each in faults
         ]
-        found += [_of_point(line) for line in points if line["action"] in _POINT_S]
-        return cls(found)
+        for line in points:
+            began, action, role = line["time"], line["action"], line["role"]
+            if action in _POINT_S:
+                times = began - _BEFORE_S, began + _POINT_S[action]
+                self._windows.append(Window(*times, action, _ROLES.get(role, role)))
 
-    def overlaps(self, began: float, ended: float) -> bool:
-        """Whether a fault may be seen in some part of the time."""
-        return any(each.began <= ended and began <= each.ended for each in self._windows)
+    def during(self, began: float, ended: float) -> list[Window]:
+        """Return those in which a fault may be seen in some part of the time."""
+        return [each for each in self._windows if each.began <= ended and began <= each.ended]
 
-    def covers(self, time: float) -> bool:
-        """Whether a fault may be seen then."""
-        return self.overlaps(time, time)
-
-    def touches(self, outcome: Outcome) -> bool:
-        """Whether a fault may be seen by a request."""
-        return self.overlaps(outcome.started, outcome.ended)
-
-    def _touching(self, outcome: Outcome) -> list[Window]:
-        return [
-            each
-            for each in self._windows
-            if each.began <= outcome.ended and outcome.started <= each.ended
-        ]
+    def touching(self, outcome: Outcome) -> list[Window]:
+        """Return those in which a request may see a fault."""
+        return self.during(outcome.started, outcome.ended)
 
     def is_loss_of_cache_rank(self, outcome: Outcome) -> bool:
         """Whether a request was lost although nothing but the cache rank, or a message, was."""
-        windows = self._touching(outcome)
+        windows = self.touching(outcome)
         is_lost = self.ending_of(outcome) in ("ended with 503", "refused with 503")
         return is_lost and bool(windows) and all(each.is_of_cache_rank for each in windows)
 
@@ -95,7 +85,7 @@ class Windows:
         that explains them; ``busy`` is 429. ``lost``, ``wrong status`` and ``HTTP 5xx outside of
         faults`` never are.
         """
-        windows, request = self._touching(outcome), outcome.request
+        windows, request = self.touching(outcome), outcome.request
         if outcome.ending == "timeout":
             return "lost"
         if outcome.ending == "unreachable":

@@ -27,11 +27,13 @@ import torch
 from workbench import Bench, Checks
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError, SettingsError
-from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello
+from tandemkv.cache_rank.protocol.handshake import check_hello
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.memory import descriptor_socket
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import (
+    CODEC,
+    PROTOCOL_VERSION,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
@@ -44,7 +46,6 @@ from tandemkv.cache_rank.protocol.messages import (
     Welcome,
     decode,
     encode,
-    hello_version,
 )
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
@@ -175,7 +176,10 @@ def _other_leaf(rng: random.Random, value: Any, depth: int = 0) -> Any:
 
 def messages() -> list[Message]:
     """One of each."""
-    hello = make_hello(token=TOKEN, model=MODEL, settings=RankSettings(), max_rows=8, page_size=1)
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION, token=TOKEN, model=MODEL,
+        settings=RankSettings().flat(), max_rows=8, page_size=1,
+    )  # fmt: skip
     return [
         hello,
         Welcome(
@@ -201,12 +205,12 @@ def control(_stack: contextlib.ExitStack) -> Decoder:
         try:
             message = decode(frame)
         except ProtocolError:
-            hello_version(frame)
+            CODEC.version_of(frame)
             return "refused"
         again = encode(message)  # compared as bytes: NaN, which a gauge may be, is not itself
         assert encode(decode(again)) == again
         if isinstance(message, Hello):
-            check_hello(message, token=TOKEN, model=MODEL, settings=settings, page_size=1)
+            check_hello(message, token=TOKEN, model=MODEL, settings=settings)
         return "accepted"
 
     return once
@@ -312,7 +316,7 @@ def strangers(number: int) -> int:
         token[rng.randrange(32)] ^= rng.randrange(1, 256)
         bad = rng.choice([bytes(token), TOKEN[:31], TOKEN + b"t", rng.randbytes(32), b""])
         hello = msgspec.structs.replace(right, token=bad, model=rng.choice(models))
-        refused = check_hello(hello, token=TOKEN, model=MODEL, settings=settings, page_size=1)
+        refused = check_hello(hello, token=TOKEN, model=MODEL, settings=settings)
         told += refused is None or refused.field != "token"
     return told
 

@@ -60,7 +60,7 @@ def _tables(bench: Bench, references: list[Reference], end: int) -> Iterator[Com
     """Compare both tables of all heads, for the candidates before position `end`."""
     sink = bench.selection.num_sink_tokens
     n = end - bench.selection.num_recent_tokens - sink
-    vertical, slash = (torch.from_numpy(bench.state.table(x, n)) for x in ("vertical", "slash"))
+    vertical, slash = (torch.from_numpy(bench.table(x, n)) for x in ("vertical", "slash"))
     for name, table in (("vertical", vertical), ("slash", slash.flip(1))):
         want = np.stack([getattr(each, name)[sink:] for each in references])
         yield Compared(name, table, torch.from_numpy(want), TABLES)

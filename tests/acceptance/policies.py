@@ -11,8 +11,8 @@ from rank_servers import Server, ours
 from workbench import Bench, Checks, long_ids
 
 from tandemkv.cache_rank.policies.registry import POLICIES
+from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.status import request_status
 from tandemkv.server.launch.message_launch import FAR_FOLDER
 
 PROMPT_TOKENS, NEW_TOKENS = 800, 24

@@ -30,9 +30,8 @@ from tandemkv.inference_rank.attention.prefix_staging import PrefixStaging
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.kernels.gather import gather_tokens
 from tandemkv.kernels.triton_ops import gather
-from tandemkv.server.evaluation.bench.report import Row, make_report, write_report
+from tandemkv.server.evaluation.bench.report import Row, Spread, make_report, write_report
 from tandemkv.server.evaluation.provenance import visible_gpu
-from tandemkv.server.evaluation.spread import Spread
 
 NEAR = torch.device("cuda", 0)
 QO_HEADS, HEADS, DIM, PAGE = 32, 8, 128, 128

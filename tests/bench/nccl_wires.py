@@ -32,9 +32,8 @@ from tandemkv.cache_rank.protocol.message.nccl_wire import NcclWire, prepare_ncc
 from tandemkv.cache_rank.pump.captured_steps import CapturedSteps
 from tandemkv.cache_rank.pump.stream_lanes import rehearse_flags
 from tandemkv.kernels.step_flags import raise_flags, wait_flags
-from tandemkv.server.evaluation.bench.report import Row, make_report, write_report
+from tandemkv.server.evaluation.bench.report import Row, Spread, make_report, write_report
 from tandemkv.server.evaluation.provenance import visible_gpu
-from tandemkv.server.evaluation.spread import Spread
 
 REPEATS, ROUNDS, WAIT_S, FLAG_S = 9, 36, 60.0, 5.0
 CALLS, KEY = 20, (0, 1)

@@ -13,10 +13,10 @@ import time
 import pytest
 import torch
 
-from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, flag_specs
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.service.polled_signals import PolledSignals
 from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags

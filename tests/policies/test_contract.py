@@ -169,11 +169,7 @@ def test_a_prompt_is_seeded_with_neighbours(make_bench):
             0, (1, 1), queries, (keys, None), StoredKV(keys, keys, slots[None]),
             pages=slots, page_size=1, length=60, selection=selection, scale=1.0,
         )  # fmt: skip
-        chosen = fill_set(
-            lambda policy=policy, prompt=prompt: policy.seed_scores(prompt),
-            num_heads=2, length=60, selection=selection, num_resident=8, device=keys.device,
-        ).tolist()  # fmt: skip
-        for head in chosen:
+        for head in fill_set(policy, prompt, 8).tolist():
             assert head[:5] == [0, 1, 2, 3, 30]
             assert ({31, 32, 33} <= set(head)) == (before > 0)
 

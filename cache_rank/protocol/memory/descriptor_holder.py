@@ -4,7 +4,7 @@
 The launcher, or ``tandemkv memory``, holds what the inference rank hands over, by groups: K/V and
 tables, and what the engine remembers of rows. It maps none of it and reads none of it, and needs
 neither torch nor a GPU. An inference rank that is started again asks for it instead of making it
-anew (`held_tensors`). All of it goes with the process that holds it.
+anew (`descriptor_socket.take_held`). All of it goes with the process that holds it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .descriptor_messages import (
     TensorsMessage,
     TensorSpec,
     close_all,
-    connected,
+    exchange,
     listening,
     receive_descriptors,
     send_descriptors,
@@ -91,7 +91,7 @@ class DescriptorHolder:
             close_all(held)
             self._held[message.group] = (message.specs, descriptors)
             specs, held = (), []  # they are there: nothing needs to go back
-        answer = TensorsMessage(token=b"", epoch=0, error="", specs=specs, group=message.group)
+        answer = TensorsMessage(specs=specs, group=message.group)
         send_descriptors(connection, answer, held)
 
 
@@ -100,11 +100,8 @@ def ask_holder(path: Path, *, token: bytes, timeout_s: float = HOLDER_TIMEOUT_S)
 
     Raises `CacheRankLostError` if it does not within `timeout_s`, or does not know `token`.
     """
-    question = TensorsMessage(token=token, epoch=0, error="", specs=())
     try:
-        with connected(path, timeout_s) as connection:
-            send_descriptors(connection, question, ())
-            _, found = receive_descriptors(connection, time.monotonic() + timeout_s)
+        _, found = exchange(path, TensorsMessage(token=token), timeout_s=timeout_s)
     except OSError as error:
         raise CacheRankLostError(f"{path}: nobody answers: {error}") from error
     close_all(found)

@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -54,10 +54,10 @@ class TensorsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     `error` is empty if all is well. `group` is for who holds them (`descriptor_holder`).
     """
 
-    token: Annotated[bytes, msgspec.Meta(max_length=64)]
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-    error: Annotated[str, msgspec.Meta(max_length=4096)]
-    specs: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=_MAX_DESCRIPTORS)]
+    token: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+    error: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    specs: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=_MAX_DESCRIPTORS)] = ()
     group: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
@@ -110,12 +110,7 @@ def receive_descriptors(
 ) -> tuple[TensorsMessage, list[int]]:
     """Return the next message and its descriptors, which are the caller's from then on.
 
-    Raises
-    ------
-    CacheRankLostError
-        If none comes until `deadline`.
-    ProtocolError
-        If it is malformed.
+    Raises `CacheRankLostError` if none comes until `deadline`, `ProtocolError` if it is malformed.
     """
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     try:
@@ -140,7 +135,16 @@ def receive_descriptors(
         raise
 
 
-def close_all(descriptors: Sequence[int]) -> None:
+def exchange(
+    path: Path, message: TensorsMessage, descriptors: Sequence[int] = (), *, timeout_s: float
+) -> tuple[TensorsMessage, list[int]]:
+    """Return what who listens at `path` answers to `message`; raises `OSError`, or as above."""
+    with connected(path, timeout_s) as connection:
+        send_descriptors(connection, message, descriptors)
+        return receive_descriptors(connection, time.monotonic() + timeout_s)
+
+
+def close_all(descriptors: Iterable[int]) -> None:
     """Close descriptors; those that are closed already are none."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands descriptors of mapped tensors from one rank to the other, and tells when a rank is gone.
+"""Hands descriptors of mapped tensors from one process to another, and tells when a rank is gone.
 
 A Unix socket in the private run directory. The inference rank connects, proves that it knows the
 token, and sends its tensors; the cache rank answers with its own, or with the reason why not. Then
@@ -21,14 +21,17 @@ from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
     HandshakeRefusedError,
     ProtocolError,
+    TandemKVError,
 )
 from tandemkv.cache_rank.protocol.fault_points import reach
 
+from .descriptor_holder import HOLDER_TIMEOUT_S
 from .descriptor_messages import (
     TensorsMessage,
     TensorSpec,
     close_all,
     connected,
+    exchange,
     listening,
     receive_descriptors,
     send_descriptors,
@@ -53,14 +56,9 @@ class DescriptorListener:
     ) -> tuple[socket.socket, MappedTensors]:
         """Return the connection to the inference rank of `epoch`, and its tensors, mapped.
 
-        `homes` as of `MappedTensors`.
-
-        Raises
-        ------
-        CacheRankLostError
-            If none comes in time, or it says that it will not.
-        ProtocolError
-            If what comes is not as agreed; others in the meantime are turned away.
+        `homes` as of `MappedTensors`. Others in the meantime are turned away. Raises
+        `CacheRankLostError` if none comes in time, or it says that it will not; `ProtocolError` if
+        what comes is not as agreed.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -106,12 +104,8 @@ def offer_tensors(
     theirs : MappedTensors
         What the cache rank made, for us to hold: it outlives the cache rank with us.
 
-    Raises
-    ------
-    HandshakeRefusedError
-        If the cache rank cannot use them, with its reason.
-    CacheRankLostError
-        If it is gone, or does not answer within `timeout_s`.
+    Raises `HandshakeRefusedError` if the cache rank cannot use them, with its reason;
+    `CacheRankLostError` if it is gone, or does not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -143,22 +137,35 @@ def withdraw_tensors(path: Path, *, token: bytes, epoch: int, reason: str) -> No
 
 
 def send_tensors(
-    connection: socket.socket,
-    *tensors: MappedTensors,
-    token: bytes = b"",
-    epoch: int = 0,
-    error: str = "",
-    group: str = "",
-) -> None:
+    connection: socket.socket, *tensors: MappedTensors,
+    token: bytes = b"", epoch: int = 0, error: str = "",
+) -> None:  # fmt: skip
     """Send tensors, or the reason why there are none."""
-    message = TensorsMessage(
-        token=token,
-        epoch=epoch,
-        error=error[:4096],
-        specs=tuple(spec for each in tensors for spec in each.specs),
-        group=group,
-    )
+    specs = tuple(spec for each in tensors for spec in each.specs)
+    message = TensorsMessage(token, epoch, error[:4096], specs)
     send_descriptors(connection, message, [each for some in tensors for each in some.descriptors])
+
+
+def let_hold(path: Path, tensors: MappedTensors, *, token: bytes, group: str) -> bool:
+    """Let the holder at `path` have `tensors` as `group`, instead of what it had; False: none."""
+    if not tensors.specs:
+        return False
+    message = TensorsMessage(token=token, specs=tensors.specs, group=group)
+    try:
+        exchange(path, message, tensors.descriptors, timeout_s=HOLDER_TIMEOUT_S)
+    except (OSError, TandemKVError):
+        return False
+    return True
+
+
+def take_held(path: Path, *, token: bytes, group: str, homes: Homes | None = None) -> MappedTensors:
+    """Map what the holder at `path` has as `group`; nothing if there is none, or no holder."""
+    question = TensorsMessage(token=token, group=group)
+    try:
+        message, descriptors = exchange(path, question, timeout_s=HOLDER_TIMEOUT_S)
+        return attach_all(message.specs, descriptors, homes)
+    except (OSError, TandemKVError):
+        return MappedTensors(homes)
 
 
 def wait_for_hang_up(connection: socket.socket, wake: socket.socket) -> bool:

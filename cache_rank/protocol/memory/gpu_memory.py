@@ -79,17 +79,9 @@ class GpuMemory:
     def map(self, name: str, descriptor: int, nbytes: int) -> tuple[torch.Tensor, int]:
         """Map what a descriptor names; the descriptor stays the caller's.
 
-        Returns
-        -------
-        memory : torch.Tensor
-            ``[nbytes]`` uint8 on this process's GPU. It does not own the memory.
-        address : int
-            For `unmap`.
-
-        Raises
-        ------
-        ProtocolError
-            If the descriptor names no GPU memory of that size.
+        Returns ``[nbytes]`` uint8 on this process's GPU, which does not own the memory, and the
+        address for `unmap`. Raises `ProtocolError` if the descriptor names no GPU memory of that
+        size.
         """
         size, cuda = self._rounded(nbytes), self._cuda
         try:

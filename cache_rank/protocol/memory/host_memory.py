@@ -41,16 +41,15 @@ def create_memory(name: str, nbytes: int, *, is_sparse: bool = False) -> int:
         )
     with _explained(name, nbytes):
         descriptor = os.memfd_create(f"tandemkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with _explained(name, nbytes):
+        try:
             if is_sparse:
                 os.ftruncate(descriptor, nbytes)
             else:
                 os.posix_fallocate(descriptor, 0, nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        except BaseException:
+            os.close(descriptor)
+            raise
     return descriptor
 
 

@@ -21,7 +21,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 
-from .descriptor_messages import Home, TensorSpec
+from .descriptor_messages import Home, TensorSpec, close_all
 from .gpu_memory import GpuMemory
 from .host_memory import check_memory, create_memory, map_memory
 from .pinned_memory import PinnedMemory
@@ -114,7 +114,8 @@ class MappedTensors:
         self._descriptors: dict[str, int] = {}
         self._specs: dict[str, TensorSpec] = {}
         # Who is gone cannot `close`; what it had mapped may still be in use.
-        weakref.finalize(self, _close_descriptors, self._descriptors).atexit = False
+        last = weakref.finalize(self, lambda left: close_all(left.values()), self._descriptors)
+        last.atexit = False
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -146,19 +147,19 @@ class MappedTensors:
     ) -> torch.Tensor:
         """Return the tensor `name`, made of zeros if there is none yet.
 
-        `name` is unique in this process, `dtype` one of `ITEM_BYTES`.
-
-        Raises
-        ------
-        SettingsError
-            If the host or the GPU lacks memory, or a limit of the process is in the way.
-        ProtocolError
-            If there is one of another shape or dtype.
+        `name` is unique in this process, `dtype` one of `ITEM_BYTES`. Raises `SettingsError` if the
+        host or the GPU lacks memory, or a limit of the process is in the way; `ProtocolError` if
+        there is one of another shape or dtype.
         """
         spec = TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch."), home)
         known = self._specs.get(name)
+        if known is not None and known != spec:
+            raise ProtocolError(
+                f"mapped tensor {name!r} is {known.dtype}{list(known.shape)}, "
+                f"{spec.dtype}{list(spec.shape)} was asked for; start both ranks with the same "
+                "settings"
+            )
         if known is not None:
-            _require_same(known, spec)
             return self._tensors[name]
         gpu = self.homes.gpu(home)
         if gpu is None:
@@ -223,33 +224,17 @@ class MappedTensors:
             self.forget(name)
 
     def _keep(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
+        gpu = self.homes.gpu(spec.home)
         try:
-            whole = self._map(spec, descriptor)
+            if gpu is None:
+                whole = map_memory(spec.name, descriptor, spec.nbytes)
+            else:
+                whole, address = gpu.map(spec.name, descriptor, spec.nbytes)
+                self._addresses[spec.name] = address
         except BaseException:
             os.close(descriptor)
             raise
         self._specs[spec.name], self._descriptors[spec.name] = spec, descriptor
-        self._tensors[spec.name] = whole[: prod(spec.shape)].view(spec.shape)
-        return self._tensors[spec.name]
-
-    def _map(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
-        dtype = getattr(torch, spec.dtype)
-        gpu = self.homes.gpu(spec.home)
-        if gpu is not None:
-            whole, self._addresses[spec.name] = gpu.map(spec.name, descriptor, spec.nbytes)
-            return whole.view(dtype)
-        return map_memory(spec.name, descriptor, spec.nbytes).view(dtype)
-
-
-def _close_descriptors(descriptors: dict[str, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
-
-
-def _require_same(known: TensorSpec, asked: TensorSpec) -> None:
-    if known != asked:
-        raise ProtocolError(
-            f"mapped tensor {asked.name!r} is {known.dtype}{list(known.shape)}, "
-            f"{asked.dtype}{list(asked.shape)} was asked for; start both ranks with the same "
-            "settings"
-        )
+        tensor = whole.view(getattr(torch, spec.dtype))[: prod(spec.shape)].view(spec.shape)
+        self._tensors[spec.name] = tensor
+        return tensor

@@ -45,19 +45,9 @@ class PinnedMemory:
         return create_memory(name, nbytes)
 
     def map(self, name: str, descriptor: int, nbytes: int) -> tuple[torch.Tensor, int]:
-        """Map what a descriptor names; the descriptor stays the caller's.
+        """Map what a descriptor names, as `GpuMemory.map` does.
 
-        Returns
-        -------
-        memory : torch.Tensor
-            ``[nbytes]`` uint8 on the GPU. It does not own the memory.
-        address : int
-            For `unmap`.
-
-        Raises
-        ------
-        SettingsError
-            If the process may not map as much, or CUDA cannot lock it.
+        Raises `SettingsError` if the process may not map as much, or CUDA cannot lock it.
         """
         on_host, runtime = map_memory(name, descriptor, nbytes), self._cuda
         address = on_host.data_ptr()

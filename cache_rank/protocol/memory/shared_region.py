@@ -6,18 +6,8 @@ sample tokens; flags, ring and staging are new in each epoch, so that nothing of
 satisfy a wait. On GPUs staging and flags in GPU memory survive too, for captured graphs name their
 addresses; their step numbers grow from epoch to epoch instead.
 
-Each tensor names its home, the GPU whose kernels read it in a step:
-
-engine
-    K/V of all tokens; streams, queries, rows and lengths of a step, which the model's GPU sends;
-    flags that the engine's GPU polls; what the engine allocates: books and their copies.
-inference
-    Resident sets, latest tokens and samples, which the engine's GPU sends; outputs of exact layers,
-    likewise; the request table; flags that the model's GPU polls.
-host
-    Ring and flags of the two hosts.
-
-With an engine on the host's CPU beside a model on a GPU all of it is the host's memory
+Each tensor names its home, the GPU whose kernels read it in a step, or the host; docs/design.md has
+the table. With an engine on the host's CPU beside a model on a GPU all of it is the host's memory
 (`Homes.host_engine`), and resident sets, which such an engine does not write, are not mapped.
 
 Where both are one device, resident sets lie behind the tokens in the same tensor, so that attention

@@ -52,14 +52,8 @@ class MeetingPoint:
     """One end that waits to be met: it listens, and knows how the other end finds it.
 
     It listens on one `interface`, an IP address. Both ends have met within `timeout_s`; one message
-    is sent within `transfer_timeout_s`.
-
-    Raises
-    ------
-    SettingsError
-        If the machine has no such interface.
-    CacheRankLostError
-        If gloo fails otherwise.
+    is sent within `transfer_timeout_s`. Raises `SettingsError` if the machine has no such
+    interface, `CacheRankLostError` if gloo fails otherwise.
     """
 
     def __init__(
@@ -94,15 +88,9 @@ class MeetingPoint:
         """Return the data plane to the other end, which is met at `place`.
 
         Both ends have the same `token` of `TOKEN_BYTES` from the control connection, and show it to
-        each other: whoever connected instead has none.
-
-        Raises
-        ------
-        CacheRankLostError
-            If it is not there in time.
-        ProtocolError
-            If gloo does not write places so, for it would end the process by reading this one; or
-            if somebody else was met.
+        each other: whoever connected instead has none. Raises `CacheRankLostError` if it is not
+        there in time, `ProtocolError` if gloo does not write places so, for it would end the
+        process by reading this one; or if somebody else was met.
         """
         if len(place) != len(self.place) or place[:_KIND_BYTES] != self.place[:_KIND_BYTES]:
             raise ProtocolError(f"a place of {len(place)} bytes is none of this version of gloo")
@@ -192,12 +180,8 @@ class DataPlane:
     def receive(self) -> torch.Tensor:
         """Return the next message, ``[n]`` uint8; waits until there is one.
 
-        Raises
-        ------
-        CacheRankLostError
-            If the other end is gone, or `abort` was called.
-        ProtocolError
-            If what comes is no message; the pair is broken then.
+        Raises `CacheRankLostError` if the other end is gone, or `abort` was called; `ProtocolError`
+        if what comes is no message; the pair is broken then.
         """
         header = self._received
         self._do(lambda group: group.recv([header], self._peer, _HEADER_TAG), _FOREVER)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -22,14 +22,13 @@ from tandemkv.cache_rank.protocol.errors import (
     CacheRankError,
     CacheRankLostError,
     HandshakeRefusedError,
-    ProtocolError,
 )
-from tandemkv.cache_rank.protocol.ipc import ZAP_DOMAIN, Router, bound, readable, receive_parts
+from tandemkv.cache_rank.protocol.ipc import ZAP_DOMAIN, Dealer, Router, readable
 from tandemkv.cache_rank.protocol.messages import Refused
 
 from .address import LinkAddress
 from .keys import KeyPair
-from .letters import CODEC, Letter, refusal_of
+from .letters import CODEC, Letter
 
 _LOG = logging.getLogger(__name__)
 _LINGER_MS = 50
@@ -42,26 +41,11 @@ _REFUSALS = (
 )
 
 
-class _AllowList:
-    """Answers whether a key is on the list; what zmq's authenticator asks."""
-
-    def __init__(self, keys: Mapping[bytes, str]) -> None:
-        self._keys = dict(keys)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether the owner of `key` is let in."""
-        del domain
-        is_allowed = key in self._keys
-        if not is_allowed:
-            _LOG.warning("refused: key %s is not on the allow-list", key.decode("ascii", "replace"))
-        return is_allowed
-
-
 class Door(Router[Letter]):
     """The cache rank's end. Used by one thread.
 
-    It listens at `address` and nowhere else. `allowed` has the public keys of who may connect, with
-    names for them, and `hosts` the IP addresses that they may come from; none: from any. Raises
+    It listens at `address` and nowhere else. `allowed` has the public keys of who may connect, and
+    `hosts` the IP addresses that they may come from; none: from any. Raises
     `CacheRankError` if the address cannot be bound.
     """
 
@@ -69,17 +53,17 @@ class Door(Router[Letter]):
         self,
         address: LinkAddress,
         keys: KeyPair,
-        allowed: Mapping[bytes, str],
+        allowed: Collection[bytes],
         hosts: Collection[str] = (),
     ) -> None:
-        super().__init__(CODEC, refusal_of)
-        self._allow_list = _AllowList(allowed)
+        super().__init__(CODEC)
+        self._allowed = frozenset(allowed)
         self._authenticator = ThreadAuthenticator(self._context, log=_LOG)
         self._authenticator.start()
         if hosts:
             self._authenticator.allow(*hosts)
         self._authenticator.configure_curve_callback(
-            domain=ZAP_DOMAIN.decode(), credentials_provider=self._allow_list
+            domain=ZAP_DOMAIN.decode(), credentials_provider=self
         )
         self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
@@ -94,6 +78,14 @@ class Door(Router[Letter]):
             ) from error
         self.address = LinkAddress.parse(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether the owner of `key` is let in; zmq's authenticator asks."""
+        del domain
+        is_allowed = key in self._allowed
+        if not is_allowed:
+            _LOG.warning("refused: key %s is not on the allow-list", key.decode("ascii", "replace"))
+        return is_allowed
+
     def close(self) -> None:
         """Close. Idempotent."""
         if self._context.closed:
@@ -103,17 +95,15 @@ class Door(Router[Letter]):
         self._context.term()
 
 
-class Caller:
+class Caller(Dealer[Letter]):
     """The inference rank's end, for one epoch. Used by one thread.
 
     `keys` are our own, `server` is the cache rank's public key.
     """
 
     def __init__(self, address: LinkAddress, keys: KeyPair, server: bytes) -> None:
+        super().__init__(CODEC, address)
         self.address = address
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        bound(self._socket)
         self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.curve_serverkey = server
@@ -125,12 +115,8 @@ class Caller:
     def enter(self, timeout_s: float) -> None:
         """Wait until we are let in; asks for nothing.
 
-        Raises
-        ------
-        HandshakeRefusedError
-            If we are not.
-        CacheRankLostError
-            If nobody answers within `timeout_s`, with what is known of the reason.
+        Raises `HandshakeRefusedError` if we are not, `CacheRankLostError` if nobody answers within
+        `timeout_s`, with what is known of the reason.
         """
         deadline = time.monotonic() + timeout_s
         while not self._is_in:
@@ -139,27 +125,12 @@ class Caller:
             readable(self._monitor, min(deadline, time.monotonic() + _SLICE_S))
             self._look()
 
-    def send(self, letter: Letter) -> None:
-        """Queue `letter`; waits 50 ms at most.
-
-        Raises `CacheRankLostError` if the cache rank has not read for long.
-        """
-        try:
-            self._socket.send(CODEC.encode(letter))
-        except zmq.ZMQError as error:
-            raise CacheRankLostError(f"{self.address}: nobody reads ({error})") from error
-
     def request(self, letter: Letter, timeout_s: float) -> Letter:
         """Send `letter` and return the answer.
 
-        Raises
-        ------
-        HandshakeRefusedError
-            If we are not let in, or what we ask for is refused.
-        CacheRankLostError
-            If there is no answer within `timeout_s`, with what is known of the reason.
-        ProtocolError
-            If it is malformed.
+        Raises `HandshakeRefusedError` if we are not let in, or what we ask for is refused;
+        `CacheRankLostError` if there is no answer within `timeout_s`, with what is known of the
+        reason; `ProtocolError` if it is malformed.
         """
         self.send(letter)
         reply = self.receive(timeout_s)
@@ -172,22 +143,14 @@ class Caller:
     def receive(self, timeout_s: float) -> Letter | None:
         """Return the next letter, or None after `timeout_s`.
 
-        Raises
-        ------
-        HandshakeRefusedError
-            If we are not let in.
-        ProtocolError
-            If it is malformed.
+        Raises `HandshakeRefusedError` if we are not let in, `ProtocolError` if it is malformed.
         """
         deadline = time.monotonic() + timeout_s
         while not readable(self._socket, min(deadline, time.monotonic() + _SLICE_S)):
             self._look()
             if time.monotonic() >= deadline:
                 return None
-        parts, is_whole = receive_parts(self._socket, limit=1)
-        if not is_whole:
-            raise ProtocolError(f"{self.address}: a message of several frames")
-        return CODEC.decode(parts[0])
+        return super().receive(0.0)
 
     def close(self) -> None:
         """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
@@ -195,8 +158,7 @@ class Caller:
             return
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=_LINGER_MS)
-        self._context.term()
+        super().close()
 
     def _look(self) -> None:
         """Take note of what became of the connection."""

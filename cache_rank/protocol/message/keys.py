@@ -31,15 +31,7 @@ class KeyPair:
 def make_keys(folder: Path) -> tuple[Path, ...]:
     """Make the keys of both ends in `folder`, which is made if need be; those there are kept.
 
-    Returns
-    -------
-    tuple of Path
-        The files that were made.
-
-    Raises
-    ------
-    SettingsError
-        If they cannot be written.
+    Returns the files that were made. Raises `SettingsError` if they cannot be written.
     """
     made: list[Path] = []
     try:
@@ -76,13 +68,10 @@ def public_key(folder: Path, end: str) -> bytes:
     return _load(folder / f"{end}{_PUBLIC}")[0]
 
 
-def allowed_keys(folder: Path) -> dict[bytes, str]:
-    """Return who may connect to the cache rank, by public key: names of files without their end.
-
-    Raises `SettingsError` if there is nobody.
-    """
-    found = {_load(path)[0]: path.stem for path in sorted(folder.glob(f"*{_PUBLIC}"))}
-    found = {key: name for key, name in found.items() if name != CACHE_RANK}
+def allowed_keys(folder: Path) -> set[bytes]:
+    """Return the public keys of who may connect; raises `SettingsError` if there is nobody."""
+    paths = folder.glob(f"*{_PUBLIC}")
+    found = {_load(path)[0] for path in paths if path.stem != CACHE_RANK}
     if not found:
         raise SettingsError(
             f"{folder}: no public key of an inference rank is there, so nobody may connect; copy "

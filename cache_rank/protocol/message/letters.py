@@ -11,10 +11,9 @@ from typing import Annotated
 
 import msgspec
 
-from tandemkv.cache_rank.protocol.ipc import refuse_version
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.messages import (
-    PROTOCOL_VERSION,
+    AnyHello,
     Codec,
     Hello,
     Id,
@@ -44,10 +43,8 @@ class Knock(_Letter, frozen=True, tag=21):
     rank: RankNumber = 0
 
 
-class _AnyKnock(msgspec.Struct, frozen=True, array_like=True, tag=21):
+class _AnyKnock(AnyHello, frozen=True, tag=21):
     """What is common to the `Knock` of every protocol version."""
-
-    protocol_version: Id
 
 
 class Admitted(_Letter, frozen=True, tag=22):
@@ -112,14 +109,4 @@ class Ended(_Letter, frozen=True, tag=27):
 
 Letter = Knock | Admitted | Meet | Met | Opened | Beat | BeatReply | Ended | Refused
 
-CODEC: Codec[Letter] = Codec(msgspec.msgpack.Decoder(Letter))
-_KNOCK_DECODER = msgspec.msgpack.Decoder(_AnyKnock)
-
-
-def refusal_of(frame: bytes) -> Refused | None:
-    """Return the answer to a `Knock` of another version; None if `frame` is no such."""
-    try:
-        version = _KNOCK_DECODER.decode(frame).protocol_version
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return None if version == PROTOCOL_VERSION else refuse_version(version)
+CODEC: Codec[Letter] = Codec(msgspec.msgpack.Decoder(Letter), _AnyKnock)

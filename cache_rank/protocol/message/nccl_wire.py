@@ -124,12 +124,7 @@ class NcclWire:
     def meet(self, place: bytes = b"") -> None:
         """Return once both ends have met; `place` is that of the other one, if it has any.
 
-        Raises
-        ------
-        ProtocolError
-            If `place` is none.
-        CacheRankLostError
-            If it is not there in time.
+        Raises `ProtocolError` if `place` is none, `CacheRankLostError` if it is not there in time.
         """
         if not self.place:
             key, _, identifier = place.partition(_SEPARATOR)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
@@ -37,37 +37,37 @@ def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str
 
     Raises `UnsupportedModelError`, with the field and the reason.
     """
+    if reason := next(_objections(config, entry), ""):
+        raise UnsupportedModelError(f"model={name}: {reason}; {_STOCK}")
+
+
+def _objections(config: Mapping[str, Any], entry: Architecture) -> Iterator[str]:
     other = _layer_kinds(config) - {"full_attention"}
     if entry.full_every:
         other -= {entry.others}
     if "sliding_attention" in other or _has_window(config, entry):
-        raise UnsupportedModelError(
-            f"model={name}: sliding-window attention is not supported; {_STOCK}"
-        )
+        yield "sliding-window attention is not supported"
     if other:
-        raise UnsupportedModelError(
-            f"model={name}: layers of type {', '.join(sorted(other))} are not supported, "
-            f"only full_attention; {_STOCK}"
-        )
+        kinds = ", ".join(sorted(other))
+        yield f"layers of type {kinds} are not supported, only full_attention"
     for field, reason in _OTHER_ATTENTION.items():
         if config.get(field):
-            raise UnsupportedModelError(f"model={name}: {reason} ({field}); {_STOCK}")
+            yield f"{reason} ({field})"
     for field in _OTHER_SCALES:
         if config.get(field) is not None and field != entry.scale_field:
-            raise UnsupportedModelError(
-                f"model={name}: {field}={config[field]} is another softmax scale than "
-                f"{entry.name} has in SGLang; {_STOCK}"
+            yield (
+                f"{field}={config[field]} is another softmax scale than {entry.name} has in SGLang"
             )
     kind = rope_type(config)
     if kind in _BATCH_DEPENDENT_ROPE:
-        raise UnsupportedModelError(
-            f"model={name}: rope_type={kind} turns a key by factors that depend on the other "
-            f"requests of its batch, so keys of one request may not fit one query; {_STOCK}"
+        yield (
+            f"rope_type={kind} turns a key by factors that depend on the other requests of its "
+            "batch, so keys of one request may not fit one query"
         )
     if kind != "default" and not entry.scales_rope:
-        raise UnsupportedModelError(
-            f"model={name}: rope_type={kind}: SGLang turns keys by model.rotary_emb, and the "
-            f"layers' own rotary_emb, which queries are predicted with, has no scaling; {_STOCK}"
+        yield (
+            f"rope_type={kind}: SGLang turns keys by model.rotary_emb, and the layers' own "
+            "rotary_emb, which queries are predicted with, has no scaling"
         )
 
 
@@ -90,8 +90,7 @@ def _other_layers(config: Mapping[str, Any], entry: Architecture) -> tuple[int, 
         return ()
     count, kinds = int(config["num_hidden_layers"]), config.get("layer_types")
     if kinds is None:
-        pattern = _PATTERNS[entry.others]
-        every = int(config.get(pattern) or entry.full_every)
+        every = int(config.get(_PATTERNS[entry.others]) or entry.full_every)
         found = tuple(x for x in range(count) if (x + 1) % every)
     elif len(kinds) < count:
         raise ValueError(f"layer_types has {len(kinds)} entries for {count} layers")

@@ -37,25 +37,16 @@ def fitted_layers(model: ModelSpec) -> list[int]:
 class FittedQueries:
     """The projections in a file; nothing but its header is read before they are asked for.
 
-    Parameters
-    ----------
-    path : Path
-        A file of `write_fitted_queries`.
-    model : ModelSpec
-        That is served; under tensor parallelism the whole one.
-    distance : int
-        Layers between the stream that is read and the query.
-    num_late : int
-        First layers that are predicted from the stream at their own entry: W_q is exact there.
+    Each has `num_query_rows`, those of all query heads.
 
-    Raises
-    ------
-    SettingsError
-        If it is no such file, or of another model or distance.
+    `path` is a file of `write_fitted_queries`, `model` is served, under tensor parallelism the
+    whole one, and `distance` are the layers between the stream that is read and the query. The
+    first `num_late` layers are predicted from the stream at their own entry: W_q is exact there.
+    Raises `SettingsError` if it is no such file, or of another model or distance.
     """
 
     def __init__(self, path: Path, model: ModelSpec, distance: int, num_late: int = 0) -> None:
-        self._rows = model.num_qo_heads * model.head_dim
+        self.num_query_rows = model.num_qo_heads * model.head_dim
         self._layers = {x for x in fitted_layers(model) if x >= num_late}
         self._file = FittedFile(
             "predictor",
@@ -64,8 +55,10 @@ class FittedQueries:
         )
         self._file.check(model, FORMAT, {"distance": str(distance)})
         for layer in fitted_layers(model):
-            self._file.check_shape(f"layers.{layer}.weight", (self._rows, model.hidden_size))
-            self._file.check_shape(f"layers.{layer}.bias", (self._rows,))
+            self._file.check_shape(
+                f"layers.{layer}.weight", (self.num_query_rows, model.hidden_size)
+            )
+            self._file.check_shape(f"layers.{layer}.bias", (self.num_query_rows,))
 
     @classmethod
     def of(cls, selection: SelectionSettings, model: ModelSpec) -> Self | None:
@@ -75,11 +68,6 @@ class FittedQueries:
             return None
         path = Path(declared.predictor).expanduser()
         return cls(path, model, declared.layers_ahead, selection.num_late)
-
-    @property
-    def num_query_rows(self) -> int:
-        """Rows of a projection: all query heads of the model."""
-        return self._rows
 
     def layer(
         self, layer: int, rows: range, *, dtype: torch.dtype, device: torch.device

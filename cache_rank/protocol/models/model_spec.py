@@ -14,6 +14,7 @@ import msgspec
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 
 from .architectures import Architecture, find_architecture
 from .attention_config import check_attention, linear_layers, softmax_scale, windowed_layers
@@ -103,20 +104,17 @@ def part_of(model: ModelSpec, shard: HeadShard) -> ModelSpec:
     )
 
 
-def part_for(
-    whole: ModelSpec, *, tp_size: int, head_shards: int, rank: int
-) -> tuple[ModelSpec, HeadShard]:
+def part_for(whole: ModelSpec, placement: Placement, rank: int) -> tuple[ModelSpec, HeadShard]:
     """Return what cache rank `rank` has of `whole`, and which heads of its inference rank they are.
 
-    Each of `tp_size` inference ranks has `head_shards` cache ranks. Raises `SettingsError` if there
-    are fewer KV heads.
+    Raises `SettingsError` if there are fewer KV heads than cache ranks.
     """
-    model = shard_of(whole, tp_size)
+    model, head_shards = shard_of(whole, placement.tp_size), placement.head_shards
     if head_shards > model.num_kv_heads:
         raise SettingsError(
             f"cache_ranks: {head_shards} share {model.num_kv_heads} KV heads, and each needs one"
         )
-    before = heads_before(whole.num_kv_heads, tp_size, rank // head_shards)
+    before = heads_before(whole.num_kv_heads, placement.tp_size, rank // head_shards)
     shard = HeadShard(rank % head_shards, head_shards, model.num_kv_heads, before)
     return part_of(model, shard), shard
 
@@ -165,30 +163,32 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
 def read_model_spec(
     model_dir: Path, *, dtype: str, kv_dtype: str | None = None, max_context: int | None = None
 ) -> ModelSpec:
-    """Read and check the shape of the model in `model_dir`.
+    """Read and check the shape of the model in `model_dir`; see `ModelSpec` for the others.
 
-    Parameters
-    ----------
-    model_dir : Path
-        Directory with ``config.json`` and safetensors.
-    dtype : str
-        Torch name of the dtype that the model computes in.
-    kv_dtype : str, optional
-        That of K and V, if it is another one.
-    max_context : int, optional
-        Longest request in tokens; the model's own limit if not given.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the attention is not plain grouped-query attention over the whole context.
+    `model_dir` has ``config.json`` and safetensors; `max_context` is the model's own limit if not
+    given. Raises `UnsupportedModelError` if the attention is not plain grouped-query attention over
+    the whole context.
     """
     config = read_config(model_dir)
     entry = architecture_of_config(config)
     check_attention(config, entry, name=model_dir.name)
     try:
-        spec = _spec_of(config, entry, model_dir, dtype=dtype, max_context=max_context)
-        spec = msgspec.structs.replace(spec, kv_dtype=None if kv_dtype == dtype else kv_dtype)
+        heads = int(config["num_attention_heads"])
+        spec = ModelSpec(
+            architecture=entry.name,
+            num_layers=int(config["num_hidden_layers"]),
+            num_qo_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            hidden_size=int(config["hidden_size"]),
+            max_context=max_context or int(config["max_position_embeddings"]),
+            dtype=dtype,
+            model_hash=model_hash(model_dir),
+            softmax_scale=softmax_scale(config, entry),
+            kv_dtype=None if kv_dtype == dtype else kv_dtype,
+            windowed_layers=windowed_layers(config, entry),
+            linear_layers=linear_layers(config, entry),
+        )
         msgspec.convert(msgspec.structs.astuple(spec), ModelSpec)  # what a message may carry
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UnsupportedModelError(
@@ -203,27 +203,6 @@ def read_model_spec(
     return spec
 
 
-def _spec_of(
-    config: Mapping[str, Any], entry: Architecture, model_dir: Path, *, dtype: str,
-    max_context: int | None,
-) -> ModelSpec:  # fmt: skip
-    heads = int(config["num_attention_heads"])
-    return ModelSpec(
-        architecture=entry.name,
-        num_layers=int(config["num_hidden_layers"]),
-        num_qo_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        hidden_size=int(config["hidden_size"]),
-        max_context=max_context or int(config["max_position_embeddings"]),
-        dtype=dtype,
-        model_hash=model_hash(model_dir),
-        softmax_scale=softmax_scale(config, entry),
-        windowed_layers=windowed_layers(config, entry),
-        linear_layers=linear_layers(config, entry),
-    )
-
-
 def model_hash(model_dir: Path) -> str:
     """Hash of the model's identity: configuration, and head and tail of each weight file.
 
@@ -234,20 +213,16 @@ def model_hash(model_dir: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in [model_dir / "config.json", *sorted(model_dir.glob("*.safetensors"))]:
         try:
-            _add_to_hash(digest, path)
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size};".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_HASHED_BYTES))
+                if size > _HASHED_BYTES:
+                    file.seek(max(_HASHED_BYTES, size - _HASHED_BYTES))
+                    digest.update(file.read(_HASHED_BYTES))
         except OSError as error:
             raise UnsupportedModelError(
                 f"{path}: cannot be read ({error.strerror}); finish the copy or download of the "
                 "model, or correct the file's permissions"
             ) from error
     return digest.hexdigest()
-
-
-def _add_to_hash(digest: hashlib.blake2b, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name}:{size};".encode())
-    with path.open("rb") as file:
-        digest.update(file.read(_HASHED_BYTES))
-        if size > _HASHED_BYTES:
-            file.seek(max(_HASHED_BYTES, size - _HASHED_BYTES))
-            digest.update(file.read(_HASHED_BYTES))

@@ -52,35 +52,22 @@ def put_weights(
     cos_sin: torch.Tensor,
     shard: HeadShard | None = None,
 ) -> None:
-    """Copy the weights of the layers that are predicted for into mapped tensors.
+    """Copy the weights of the layers that are predicted for into mapped `tensors`.
 
-    They are of the engine's home, and of the heads of `shard`, by default of all.
+    They are of the engine's home, and of the heads of `shard`, by default of all. `layers` has None
+    where nothing is predicted; all others have the same fields, `head_dim` and
+    `rotates_neighbours`. ``cos_sin [num_positions, rotary_dim]`` is as for
+    `tandemkv.kernels.query.predict_query`.
 
-    Parameters
-    ----------
-    tensors : MappedTensors
-        Where they are made.
-    layers : Sequence[QueryWeights or None]
-        Of each layer, None where nothing is predicted; all have the same fields, `head_dim` and
-        `rotates_neighbours`.
-    cos_sin : torch.Tensor
-        ``[num_positions, rotary_dim]``; see `tandemkv.kernels.query.predict_query`.
-
-    Raises
-    ------
-    SettingsError
-        If there is no memory for them.
-    ProtocolError
-        If layers have other fields than the first one.
+    Raises `SettingsError` if there is no memory for them, `ProtocolError` if layers have other
+    fields than the first one.
     """
     shard = shard or HeadShard()
-    numbers = [layer for layer, weights in enumerate(layers) if weights is not None]
-    kept = [weights for weights in layers if weights is not None]
-    first = kept[0]
-    names = ["weight", *(n for n in _OPTIONAL if getattr(first, n) is not None)]
-    for weights in kept:
-        if ["weight", *(n for n in _OPTIONAL if getattr(weights, n) is not None)] != names:
-            raise ProtocolError("layers predict with other fields than the first one")
+    kept = {layer: weights for layer, weights in enumerate(layers) if weights is not None}
+    first = next(iter(kept.values()))
+    names = _fields_of(first)
+    if any(_fields_of(weights) != names for weights in kept.values()):
+        raise ProtocolError("layers predict with other fields than the first one")
     norm = first.query_norm
     is_over_all = norm is not None and len(norm) != first.head_dim
 
@@ -88,37 +75,34 @@ def put_weights(
         part: torch.Tensor = getattr(weights, name)
         return shard.of(part, 0) if name in _BY_HEAD and not is_over_all else part
 
+    def put(name: str, content: torch.Tensor, home: str) -> None:
+        made = tensors.allocate(PREDICTOR_PREFIX + name, content.shape, content.dtype, home)
+        made.copy_(content)
+
     for name in names:
         part = part_of(first, name)
         out = tensors.allocate(
             PREDICTOR_PREFIX + name, (len(kept), *part.shape), part.dtype, "engine"
         )
-        for place, weights in enumerate(kept):
+        for place, weights in enumerate(kept.values()):
             out[place].copy_(part_of(weights, name))
-    tensors.allocate(PREDICTOR_PREFIX + _NUMBERS, (len(kept),), torch.int32, "host").copy_(
-        torch.tensor(numbers, dtype=torch.int32)
-    )
-    epsilons = [[x.norm_eps, x.query_norm_eps] for x in kept]
-    shape = (len(kept), 2)
-    tensors.allocate(PREDICTOR_PREFIX + _EPSILONS, shape, torch.float32, "host").copy_(
-        torch.tensor(epsilons)
-    )
-    form = torch.tensor([first.head_dim, int(first.rotates_neighbours)], dtype=torch.int32)
-    tensors.allocate(PREDICTOR_PREFIX + _FORM, (2,), form.dtype, "host").copy_(form)
-    tensors.allocate(
-        PREDICTOR_PREFIX + _COS_SIN, tuple(cos_sin.shape), cos_sin.dtype, "engine"
-    ).copy_(cos_sin)
+    put(_NUMBERS, torch.tensor(list(kept), dtype=torch.int32), "host")
+    epsilons = [[x.norm_eps, x.query_norm_eps] for x in kept.values()]
+    put(_EPSILONS, torch.tensor(epsilons, dtype=torch.float32), "host")
+    form = [first.head_dim, int(first.rotates_neighbours)]
+    put(_FORM, torch.tensor(form, dtype=torch.int32), "host")
+    put(_COS_SIN, cos_sin, "engine")
+
+
+def _fields_of(weights: QueryWeights) -> list[str]:
+    return ["weight", *(name for name in _OPTIONAL if getattr(weights, name) is not None)]
 
 
 def weights_for(tensors: MappedTensors, shard: HeadShard) -> dict[str, torch.Tensor]:
     """Return by name what `put_weights` has put, as far as the heads of `shard` need it."""
     names = [x.name for x in tensors.specs if x.name.startswith(PREDICTOR_PREFIX)]
-    found = {name: tensors[name] for name in names}
-    if not _is_over_all_heads(tensors):
-        for name in _BY_HEAD:
-            if PREDICTOR_PREFIX + name in found:
-                found[PREDICTOR_PREFIX + name] = shard.of(found[PREDICTOR_PREFIX + name], 1)
-    return found
+    parted = () if _is_over_all_heads(tensors) else tuple(PREDICTOR_PREFIX + x for x in _BY_HEAD)
+    return {x: shard.of(tensors[x], 1) if x in parted else tensors[x] for x in names}
 
 
 def _is_over_all_heads(tensors: MappedTensors) -> bool:

@@ -8,8 +8,8 @@ before a start refuse by it, and the plan counts bytes by it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ _BITS = {
 class WeightFormat:
     """The format of the quantised matrices of a checkpoint."""
 
-    method: str
+    method: str = ""
     """As ``quant_method`` names it."""
     packing: Literal["fp8", "awq", "gptq", "compressed", "unknown"] = "unknown"
     """How a matrix is laid out; ``compressed`` is the packing of compressed-tensors. Matrices that
@@ -84,30 +84,27 @@ def format_of(config: Mapping[str, Any]) -> WeightFormat | None:
         return WeightFormat(method="unknown", reason="quantization_config is not an object")
     method = str(found.get("quant_method") or "modelopt").lower()
     try:
-        if method in ("modelopt", "modelopt_fp8"):
-            return _modelopt(found)
-        read = {"fp8": _fp8, "w8a8_fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq,
-                "gptq": _gptq}.get(method)  # fmt: skip
-        if read is not None:
-            return read(method, found)
+        read = _READ.get(method, _unknown)(found)
+        return replace(read, method=read.method or method)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"quantization_config lacks or garbles a field ({type(error).__name__}: {error})"
         return WeightFormat(method=method, reason=reason)
-    return _unknown(method, UNREADABLE.get(method, "this version does not know the format"))
 
 
-def _unknown(method: str, reason: str) -> WeightFormat:
-    return WeightFormat(method=method, bits=_BITS.get(method, 0), reason=reason)
+def _unread(reason: str, bits: float = 0) -> WeightFormat:
+    return WeightFormat(bits=bits, reason=reason)
 
 
-def _fp8(method: str, found: Mapping[str, Any]) -> WeightFormat:
+def _unknown(found: Mapping[str, Any]) -> WeightFormat:
+    method = str(found["quant_method"]).lower()
+    reason = UNREADABLE.get(method, "this version does not know the format")
+    return _unread(reason, _BITS.get(method, 0))
+
+
+def _fp8(found: Mapping[str, Any]) -> WeightFormat:
     if str(found.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-        return WeightFormat(
-            method=method, bits=8, reason=f"fmt={found['fmt']} is another float than e4m3"
-        )
-    return WeightFormat(
-        method=method, packing="fp8", bits=8, block=_block(found.get("weight_block_size"))
-    )
+        return _unread(f"fmt={found['fmt']} is another float than e4m3", 8)
+    return WeightFormat(packing="fp8", bits=8, block=_block(found.get("weight_block_size")))
 
 
 def _modelopt(found: Mapping[str, Any]) -> WeightFormat:
@@ -119,7 +116,7 @@ def _modelopt(found: Mapping[str, Any]) -> WeightFormat:
     return WeightFormat(method=method, bits=bits, reason="of ModelOpt's formats FP8 alone is read")
 
 
-def _compressed(method: str, found: Mapping[str, Any]) -> WeightFormat:
+def _compressed(found: Mapping[str, Any]) -> WeightFormat:
     groups = found["config_groups"].values()
     weights = [group["weights"] for group in groups if group.get("weights")]
     forms = {str(group.get("format") or found.get("format")) for group in groups}
@@ -129,53 +126,51 @@ def _compressed(method: str, found: Mapping[str, Any]) -> WeightFormat:
     if kinds == {("float", 8)}:
         blocks = {_block(w.get("block_structure")) for w in weights}
         if len(blocks) == 1:
-            return WeightFormat(method=method, packing="fp8", bits=8, block=blocks.pop())
-        return WeightFormat(method=method, bits=8, reason="its blocks have several sizes")
+            return WeightFormat(packing="fp8", bits=8, block=blocks.pop())
+        return _unread("its blocks have several sizes", 8)
     if forms != {"pack-quantized"} or kinds not in ({("int", 4)}, {("int", 8)}):
         reason = f"float8 and packed integers of 4 or 8 bits are read, and it has {names}"
-        return WeightFormat(method=method, bits=bits, reason=reason)
+        return _unread(reason, bits)
     symmetric = {bool(w.get("symmetric", True)) for w in weights}
     if len(symmetric) > 1:
-        return WeightFormat(method=method, bits=bits, reason="some of it alone is symmetric")
+        return _unread("some of it alone is symmetric", bits)
     stored = _packed_bits(bits, int(weights[0].get("group_size") or -1))
-    return WeightFormat(
-        method=method, packing="compressed", bits=stored, is_symmetric=symmetric.pop()
-    )
+    return WeightFormat(packing="compressed", bits=stored, is_symmetric=symmetric.pop())
 
 
-def _awq(method: str, found: Mapping[str, Any]) -> WeightFormat:
+def _awq(found: Mapping[str, Any]) -> WeightFormat:
     bits = int(found.get("bits") or found["w_bit"])
-    group = int(found.get("group_size") or found["q_group_size"])
+    stored = _packed_bits(bits, int(found.get("group_size") or found["q_group_size"]))
     version = str(found.get("version") or "gemm").lower()
-    stored = _packed_bits(bits, group)
     if bits != 4:
-        return WeightFormat(method=method, bits=stored, reason=f"it has {bits} bits, not 4")
+        return _unread(f"it has {bits} bits, not 4", stored)
     if version != "gemm":
-        return WeightFormat(
-            method=method, bits=stored, reason=f"version={version} is packed unlike gemm"
-        )
-    return WeightFormat(method=method, packing="awq", bits=stored)
+        return _unread(f"version={version} is packed unlike gemm", stored)
+    return WeightFormat(packing="awq", bits=stored)
 
 
-def _gptq(method: str, found: Mapping[str, Any]) -> WeightFormat:
-    bits, group = int(found["bits"]), int(found["group_size"])
+def _gptq(found: Mapping[str, Any]) -> WeightFormat:
+    bits = int(found["bits"])
     kind = str(found.get("checkpoint_format") or found.get("format") or "gptq").lower()
-    stored = _packed_bits(bits, group)
+    stored = _packed_bits(bits, int(found["group_size"]))
     if bits not in (4, 8):
-        return WeightFormat(method=method, bits=stored, reason=f"it has {bits} bits, not 4 or 8")
+        return _unread(f"it has {bits} bits, not 4 or 8", stored)
     if kind not in ("gptq", "gptq_v2") or found.get("is_marlin_format"):
         kind = "marlin" if found.get("is_marlin_format") else kind
-        return WeightFormat(
-            method=method, bits=stored, reason=f"checkpoint_format={kind} is packed otherwise"
-        )
+        return _unread(f"checkpoint_format={kind} is packed otherwise", stored)
     return WeightFormat(
-        method=method,
         packing="gptq",
         bits=stored,
         zero_offset=0 if kind == "gptq_v2" else 1,
         # `dynamic` gives some modules other settings.
         is_symmetric=bool(found.get("sym")) and not found.get("dynamic"),
     )
+
+
+_READ: Mapping[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
+    "fp8": _fp8, "w8a8_fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq,
+    "modelopt": _modelopt, "modelopt_fp8": _modelopt,
+}  # fmt: skip
 
 
 def _packed_bits(bits: int, group: int) -> float:

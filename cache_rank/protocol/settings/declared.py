@@ -18,52 +18,27 @@ DEFAULT_SAMPLES = 1024
 
 
 class DeclaredPolicy(FrozenModel):
-    """A policy's declaration; by default that of the default policy, `look_ahead`."""
+    """A policy's declaration; by default that of the default policy, `look_ahead`.
 
-    timing: Timing = Field(
-        default=Timing.SAME_STEP_HIDDEN,
-        description="When its selection is used; entered from the policy's class.",
-    )
-    all_exact: bool = Field(
-        default=False,
-        description="Whether every layer attends to everything; entered from the policy's class.",
-    )
-    num_samples: int = Field(
-        default=DEFAULT_SAMPLES,
-        ge=0,
-        le=1024,
-        description="Samples that it gains by; entered from the policy's class.",
-    )
-    layers_ahead: int = Field(
-        default=1,
-        ge=0,
-        le=8,
-        description="Layers between the residual stream and the query that it predicts, where "
-        "queries are predicted so; entered from the policy's options.",
-    )
-    predictor: str = Field(
-        default="",
-        max_length=4096,
-        description="File of fitted projections that queries are predicted with; empty: the "
-        "model's own W_q; entered from the policy's options.",
-    )
-    refresh: RefreshRule = Field(
-        default=RefreshRule.NEVER,
-        description="Which steps of a sparse row are slow; entered from the policy's class.",
-    )
-    refresh_interval: int = Field(
-        default=1,
-        ge=1,
-        le=65536,
-        description="Steps from one slow step to the next, at most; entered from the policy's "
-        "options.",
-    )
-    refresh_triggers: str = Field(
-        default="",
-        max_length=256,
-        description="Characters: a token that ends in one makes the step slow that takes it in; "
-        "entered from the policy's options.",
-    )
+    The first four are entered from the policy's class, the others from its options.
+    """
+
+    timing: Timing = Timing.SAME_STEP_HIDDEN
+    """When its selection is used."""
+    all_exact: bool = False
+    """Whether every layer attends to everything."""
+    num_samples: int = Field(default=DEFAULT_SAMPLES, ge=0, le=1024)
+    """Samples that it gains by."""
+    refresh: RefreshRule = RefreshRule.NEVER
+    """Which steps of a sparse row are slow."""
+    layers_ahead: int = Field(default=1, ge=0, le=8)
+    """Layers between the residual stream and the query that it predicts, if queries are."""
+    predictor: str = Field(default="", max_length=4096)
+    """File of fitted projections that queries are predicted with; empty: the model's own W_q."""
+    refresh_interval: int = Field(default=1, ge=1, le=65536)
+    """Steps from one slow step to the next, at most."""
+    refresh_triggers: str = Field(default="", max_length=256)
+    """Characters: a token that ends in one makes the step slow that takes it in."""
 
     @property
     def keeps_sink_only(self) -> bool:

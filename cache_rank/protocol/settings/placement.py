@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ from .frozen_model import FrozenModel
 
 Link = Literal["shared", "message", "local"]
 Device = Literal["cpu", "cuda"]
+_Parts = Annotated[int, Field(ge=1, le=64)]
 
 _WHERE = {
     "local": "in SGLang's process, on the same device",
@@ -62,49 +63,24 @@ def has_host_engine(link: str, model_device: str, *, attends: bool) -> bool:
 class Placement(FrozenModel):
     """One placement of model and cache rank, and why it was chosen."""
 
-    link: Link = Field(
-        default="shared", description="How the inference rank reaches the cache rank."
-    )
-    model_device: Device = Field(
-        default="cpu",
-        description="Device of the forward pass; and of the cache rank, but for `host_engine`.",
-    )
-    tp_size: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="GPUs that the model is split over, or processes on a CPU.",
-    )
-    head_shards: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Cache ranks of each inference rank; each has a part of its KV heads.",
-    )
-    num_nodes: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Hosts that the model is split over, with as many parts on each.",
-    )
-    engines_per_rank: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Tensor-parallel ranks that one cache rank serves, with an engine for each.",
-    )
-    two_gpus: bool = Field(
-        default=False,
-        description="Whether the processes of link shared have a GPU each, or are laid out so.",
-    )
-    host_engine: bool = Field(
-        default=False,
-        description="Whether the cache rank is on the host's CPU beside a model on a GPU, or is "
-        "laid out so.",
-    )
-    reason: str = Field(
-        default="it was not decided here", max_length=2048, description="Why it is so."
-    )
+    link: Link = "shared"
+    """How the inference rank reaches the cache rank."""
+    model_device: Device = "cpu"
+    """Device of the forward pass; and of the cache rank, but for `host_engine`."""
+    tp_size: _Parts = 1
+    """GPUs that the model is split over, or processes on a CPU."""
+    head_shards: _Parts = 1
+    """Cache ranks of each inference rank; each has a part of its KV heads."""
+    num_nodes: _Parts = 1
+    """Hosts that the model is split over, with as many parts on each."""
+    engines_per_rank: _Parts = 1
+    """Tensor-parallel ranks that one cache rank serves, with an engine for each."""
+    two_gpus: bool = False
+    """Whether the processes of link shared have a GPU each, or are laid out so."""
+    host_engine: bool = False
+    """Whether the cache rank is on the host's CPU beside a model on a GPU, or is laid out so."""
+    reason: str = Field(default="it was not decided here", max_length=2048)
+    """Why it is so."""
 
     @property
     def num_cache_ranks(self) -> int:
@@ -161,19 +137,9 @@ class Placement(FrozenModel):
         return self.link == "message"
 
     @property
-    def shares_pool(self) -> bool:
-        """Whether the pool of a cache rank has KV heads of others as well."""
-        return self.num_sharing > 1
-
-    @property
     def num_sharing(self) -> int:
         """Cache ranks that map one pool, each for its KV heads."""
         return 1 if self.has_far_host else self.head_shards
-
-    @property
-    def attends_to_pool(self) -> bool:
-        """Whether the forward pass can attend to tokens that are not resident."""
-        return not self.has_far_pool
 
     def describe(self) -> str:
         """Return one line that says where what runs, and why."""

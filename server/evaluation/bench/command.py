@@ -216,15 +216,10 @@ def _finish(
 
 
 def _write(
-    name: str,
-    rows: Sequence[Row],
-    failures: Sequence[Failure],
-    gpu: Gpu | None,
-    out: Path | None,
+    name: str, rows: Sequence[Row], failures: Sequence[Failure], gpu: Gpu | None, out: Path | None
 ) -> tuple[Report, Path]:
-    report: Report = make_report(
-        name, rows, command=provenance.own_command(), failures=failures, gpu=gpu
-    )
+    command = provenance.own_command()
+    report = make_report(name, rows, command=command, failures=failures, gpu=gpu)
     path = out or DEFAULT_FOLDER / f"{name}.json"
     write_report(report, path)
     return report, path

@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
-from tandemkv.server.evaluation.grid import read_grid
+from tandemkv.server.evaluation.grid import read_grid, read_yaml
 from tandemkv.server.launch.sglang_command import sglang_argv, sglang_env
 from tandemkv.server.plan.pages import LONG_PAGE_TOKENS, on_device
 from tandemkv.server.plan.placement_choice import with_late_layers
@@ -129,6 +128,10 @@ def _own(tp_size: int, **more: Any) -> Configuration:
     return Configuration(tp_size=tp_size, settings=settings)
 
 
+_OF_GRID = (
+    *("policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens"),
+    *("index_dtype", "pool_before", "pool_after"),
+)
 _SERVED = SelectionSettings()
 _AS_SERVED: Mapping[str, Any] = {
     "selection.budget_tokens": _SERVED.budget_tokens,
@@ -162,15 +165,10 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 BUILT_IN: Mapping[str, Configuration] = {
     **{
-        f"dense-tp{size}": Configuration(tp_size=size, flags=_DENSE_FLAGS, is_reference=True)
-        for size in (1, 2, 4, 8)
-    },
-    **{
-        f"dense-tp{size}-fp8kv": Configuration(
-            tp_size=size,
-            flags=(*_DENSE_FLAGS, "--kv-cache-dtype", "fp8_e4m3"),
-            is_reference=True,
+        f"dense-tp{size}{name}": Configuration(
+            tp_size=size, flags=(*_DENSE_FLAGS, *more), is_reference=True
         )
+        for name, more in {"": (), "-fp8kv": ("--kv-cache-dtype", "fp8_e4m3")}.items()
         for size in (1, 2, 4, 8)
     },
     **{
@@ -179,13 +177,8 @@ BUILT_IN: Mapping[str, Configuration] = {
         for name, more in _VARIANTS.items()
     },
     **{
-        f"1+1-{link}{name}": _own(1, cache_ranks=1, transport=link, **more)
-        for link in ("shared", "message")
-        for name, more in _VARIANTS.items()
-    },
-    **{
         f"1+{count}-{link}{name}": _own(1, cache_ranks=count, transport=link, **more)
-        for count in (2, 3, 7)
+        for count in (1, 2, 3, 7)
         for link in ("shared", "message")
         for name, more in _VARIANTS.items()
     },
@@ -200,11 +193,7 @@ def load_configurations(path: Path | None) -> dict[str, Configuration]:
     table = dict(BUILT_IN)
     if path is None:
         return table
-    try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        detail = " ".join(str(error).split())
-        raise SettingsError(f"--configurations {path}: cannot be read ({detail})") from error
+    entries = read_yaml(path, "--configurations")
     if not isinstance(entries, dict):
         raise SettingsError(f"--configurations {path}: a mapping from names is required")
     for name, entry in entries.items():
@@ -226,18 +215,10 @@ def from_grid(path: Path) -> dict[str, Configuration]:
     found = {}
     for name, values in read_grid(path, "cuda").items():
         selection = on_device(resolve_selection(values), "cuda")
-        given = {
-            "selection.policy": selection.policy,
-            "selection.budget_tokens": selection.budget_tokens,
-            "selection.resident_factor": selection.resident_factor,
-            "selection.num_sink_tokens": selection.num_sink_tokens,
-            "selection.num_recent_tokens": selection.num_recent_tokens,
+        given = {f"selection.{key}": getattr(selection, key) for key in _OF_GRID} | {
             "selection.sample_tokens": selection.num_samples,
-            "selection.index_dtype": selection.index_dtype,
             "selection.exact_layers": list(selection.exact_layer_ids),
             "selection.fetch_cap": selection.fetch_cap_tokens,
-            "selection.pool_before": selection.pool_before,
-            "selection.pool_after": selection.pool_after,
             "stress_selection": not selection.declared.keeps_sink_only,
         }
         found[f"grid-{name}"] = _own(1, **given)

@@ -68,7 +68,12 @@ def run_decode(
     does not know.
     """
     check_sglang(version_of("sglang"))
-    check_headline(run.configurations, headline)
+    own = [name for name, item in run.configurations.items() if not item.is_reference]
+    if headline is not None and headline not in own:
+        raise SettingsError(
+            f"headline={headline}: not a configuration of ours that is run; "
+            f"there is {', '.join(own) or 'none'}"
+        )
     model_dir = run.model_dir or _shape_alone(run)
     for configuration in run.configurations.values():
         configuration.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20, batch=1)
@@ -79,28 +84,19 @@ def run_decode(
     for name, configuration in run.configurations.items():
         for points in batches:
             progress(f"{name}: {', '.join(point.label for point in points)}")
-            output = _run_child(run, name, configuration, points, model_dir)
-            for item in output.measured:
+            folder = run.work_dir / f"{name}_batch{points[0].batch}"
+            found, failed = _run_child(run, name, configuration, points, model_dir, folder)
+            for item in found:
                 measured[name, item.point] = item
                 progress(f"  {item.point.label}: {item.queued.median:.2f} ms a step")
-            for failure in output.failures:
+            for failure in failed:
                 progress(f"  {failure.figure}: {failure.reason}")
-            failures += output.failures
-            traces[name] = traces.get(name, ()) + output.traces
-        result = _result(run, measured, failures, traces, headline)
+            failures += failed
+            traces[name] = traces.get(name, ()) + decode_steps.trace_files(folder)
+        rows = decode_rows(measured) + ratio_rows(measured, run.configurations, headline=headline)
+        result = DecodeResult(rows=tuple(rows), failures=tuple(failures), traces=dict(traces))
         keep(result)
     return result
-
-
-def _result(
-    run: DecodeRun,
-    measured: Mapping[tuple[str, Point], Measured],
-    failures: Sequence[Failure],
-    traces: Mapping[str, tuple[Path, ...]],
-    headline: str | None,
-) -> DecodeResult:
-    rows = decode_rows(measured) + ratio_rows(measured, run.configurations, headline=headline)
-    return DecodeResult(rows=tuple(rows), failures=tuple(failures), traces=dict(traces))
 
 
 def check_sglang(version: str | None) -> None:
@@ -112,19 +108,6 @@ def check_sglang(version: str | None) -> None:
         raise SettingsError(
             f"sglang=={version}: `bench decode` drives SGLang's model runner as {RUN_ON_GPU[0]} "
             f"has it; install sglang=={RUN_ON_GPU[0]} for this command"
-        )
-
-
-def check_headline(configurations: Mapping[str, Configuration], headline: str | None) -> None:
-    """Refuse a headline that is a reference or is not run.
-
-    Raises `SettingsError`, naming those that can be one.
-    """
-    own = [name for name, item in configurations.items() if not item.is_reference]
-    if headline is not None and headline not in own:
-        raise SettingsError(
-            f"headline={headline}: not a configuration of ours that is run; "
-            f"there is {', '.join(own) or 'none'}"
         )
 
 
@@ -152,43 +135,22 @@ def ratio_rows(
     own = [name for name, item in configurations.items() if not item.is_reference]
     headline = headline or next(iter(own), None)
     rows = []
-    for name, point in measured:
-        if name not in own:
-            continue
+    for (name, point), ours in measured.items():
         for reference in configurations:
-            other = measured.get((reference, point))
-            if reference in own or other is None:
+            theirs = measured.get((reference, point))
+            if name not in own or reference in own or theirs is None:
                 continue
-            rows += _ratios(
-                (name, measured[name, point]), (reference, other), is_headline=name == headline
-            )
+            note = f"{name} / {reference}, medians of one run; below 1 {name} is faster"
+            figures = [f"{name}_vs_{reference}"]
+            if name == headline:
+                figures.append(f"vs_{reference.removeprefix('dense-')}")
+            for kind, ratio in (
+                ("tpot_ratio", ours.waited.median / theirs.waited.median),
+                ("queued_tpot_ratio", ours.queued.median / theirs.queued.median),
+            ):
+                names = [f"{kind}_{figure}_{point.label}" for figure in figures]
+                rows += [Row(figure=each, value=ratio, unit="", note=note) for each in names]
     return rows
-
-
-def _ratios(
-    own: tuple[str, Measured], other: tuple[str, Measured], *, is_headline: bool
-) -> list[Row]:
-    (name, ours), (reference, theirs) = own, other
-    label = ours.point.label
-    note = f"{name} / {reference}, medians of one run; below 1 {name} is faster"
-    rows = []
-    for kind, mine, stock in (
-        ("tpot_ratio", ours.waited, theirs.waited),
-        ("queued_tpot_ratio", ours.queued, theirs.queued),
-    ):
-        ratio = mine.median / stock.median
-        figures = [f"{kind}_{name}_vs_{reference}_{label}"]
-        if is_headline:
-            figures.append(f"{kind}_vs_{reference.removeprefix('dense-')}_{label}")
-        rows += [Row(figure=figure, value=ratio, unit="", note=note) for figure in figures]
-    return rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ChildOutput:
-    measured: list[Measured]
-    failures: list[Failure]
-    traces: tuple[Path, ...]
 
 
 def _shape_alone(run: DecodeRun) -> Path:
@@ -200,10 +162,14 @@ def _shape_alone(run: DecodeRun) -> Path:
 
 
 def _run_child(
-    run: DecodeRun, name: str, configuration: Configuration, points: list[Point], model_dir: Path
-) -> _ChildOutput:
+    run: DecodeRun,
+    name: str,
+    configuration: Configuration,
+    points: list[Point],
+    model_dir: Path,
+    folder: Path,
+) -> tuple[list[Measured], list[Failure]]:
     batch = points[0].batch
-    folder = run.work_dir / f"{name}_batch{batch}"
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / decode_steps.RESULT_FILE
     result.unlink(missing_ok=True)
@@ -229,24 +195,18 @@ def _run_child(
             env = configuration.child_env(settings, run_dir.path)
             status, error = run_child(argv, folder, run.timeout_s, env)
     except SettingsError as why:  # the other configurations can still be measured
-        return _ChildOutput(measured=[], failures=_failures(name, points, str(why)), traces=())
+        return [], [_failure(name, point, str(why)) for point in points]
     finally:
         run_dir.remove()
     text = result.read_text(encoding="utf-8") if result.exists() else ""
     measured, failed = decode_steps.parse_result(text, points)
     missing = [point for point in points if point not in {item.point for item in measured}]
-    failures = [
-        failure
-        for point in missing
-        for failure in _failures(name, [point], failed.get(point) or f"{status}: {error}")
-    ]
-    return _ChildOutput(
-        measured=measured, failures=failures, traces=decode_steps.trace_files(folder)
-    )
+    reason = f"{status}: {error}"
+    return measured, [_failure(name, point, failed.get(point) or reason) for point in missing]
 
 
-def _failures(name: str, points: Sequence[Point], reason: str) -> list[Failure]:
-    return [Failure(f"tpot_ms_{name}_{point.label}", reason) for point in points]
+def _failure(name: str, point: Point, reason: str) -> Failure:
+    return Failure(f"tpot_ms_{name}_{point.label}", reason)
 
 
 def run_child(

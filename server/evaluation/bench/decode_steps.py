@@ -8,22 +8,28 @@ through the model runner and its CUDA graph, for stock SGLang's backend as for o
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from tandemkv.server.evaluation.provenance import BenchError
-from tandemkv.server.evaluation.spread import Spread
 from tandemkv.server.plan.pages import LONG_PAGE_TOKENS
+
+from .report import Report, Row, Spread
 
 MODULE = "tandemkv.inference_rank.decode_bench"
 RESULT_FILE = "decode_steps.json"
 TRACE_FOLDER = "traces"
 MIN_CAPACITY_TOKENS = 256
 """Smallest capacity that the settings accept."""
+_FIGURE = re.compile(
+    r"(?P<queued>queued_)?tpot_ms_(?P<name>.+)_(?P<batch>\d+)x(?P<context>\d+)(?P<kilo>k?)"
+)
 _SPREADS = ("waited_ms", "queued_ms")
 
 
@@ -53,6 +59,28 @@ class Measured:
     waited: Spread
     queued: Spread
     devices: tuple[str, ...] = ()
+
+
+class StepRow(NamedTuple):
+    """The time of a decode step in a report, by what it is named."""
+
+    is_queued: bool
+    name: str
+    """Of the configuration."""
+    point: Point
+    row: Row
+
+
+def step_rows(report: Report) -> list[StepRow]:
+    """Return the ``tpot_ms_*`` and ``queued_tpot_ms_*`` of a report."""
+    found = []
+    for row in report.rows:
+        match = _FIGURE.fullmatch(row.figure)
+        if match is not None:
+            context = int(match["context"]) * (1024 if match["kilo"] else 1)
+            point = Point(int(match["batch"]), context)
+            found.append(StepRow(bool(match["queued"]), match["name"], point, row))
+    return found
 
 
 def capacity_tokens(batch: int, contexts: Sequence[int], steps: int) -> int:
@@ -104,17 +132,10 @@ def decode_steps_argv(
 
 
 def parse_result(text: str, points: Sequence[Point]) -> tuple[list[Measured], dict[Point, str]]:
-    """Read the result file, which is rewritten after each point.
+    """Return what was measured and what failed, by a result file that is rewritten at each point.
 
-    Returns
-    -------
-    measured, failed : list of Measured, dict of Point to str
-        A point that is in neither was not reached.
-
-    Raises
-    ------
-    BenchError
-        If the file is not of the expected form.
+    A point that is in neither was not reached. Raises `BenchError` if the file is not of the
+    expected form.
     """
     measured: list[Measured] = []
     failed: dict[Point, str] = {}

@@ -37,10 +37,9 @@ def kernel_rows(
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             failures.append(Failure(figure, reason))
             continue
-        rows.append(Row(figure=f"{figure}_us", value=timed.us, unit="us"))
+        rows.append(Row(f"{figure}_us", timed.us, "us"))
         if not figure.startswith(_NO_RATE):
-            rate = timed.bandwidth / 1e9
-            rows.append(Row(figure=f"{figure}_bandwidth", value=rate, unit="GB/s"))
+            rows.append(Row(f"{figure}_bandwidth", timed.bandwidth / 1e9, "GB/s"))
     return rows, failures
 
 

@@ -7,18 +7,17 @@ others; bars reach from the 10th to the 90th percentile.
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.drawing import drawing, handles_by_label, save
 
+from .decode_steps import step_rows
 from .report import Report, Row
 
-_FIGURE = re.compile(
-    r"^(?P<queued>queued_)?tpot_ms_(?P<name>.+)_(?P<batch>\d+)x(?P<context>\d+)(?P<kilo>k?)$"
-)
 _COLOURS = (
     "#0b6e99", "#c44900", "#3a7d44", "#7b4b94", "#8c6d1f", "#a3243b", "#4aa3c7", "#e08e5b",
     "#7fb98a", "#b48bc9",
@@ -45,23 +44,20 @@ def tpot_series(
     """
     found: dict[tuple[str, int], dict[int, Row]] = {}
     is_queued = has_queued(reports)
-    for report in reports:
-        for row in report.rows:
-            match = _FIGURE.match(row.figure)
-            if match is None or bool(match["queued"]) != is_queued:
-                continue
-            if names and match["name"] not in names:
-                continue
-            if batch is not None and int(match["batch"]) != batch:
-                continue
-            context = int(match["context"]) * (1024 if match["kilo"] else 1)
-            line = found.setdefault((match["name"], int(match["batch"])), {})
-            if context in line:
-                raise SettingsError(
-                    f"{row.figure} is in two of the reports; plot reports of different "
-                    "configurations, or one"
-                )
-            line[context] = row
+    for step in itertools.chain.from_iterable(map(step_rows, reports)):
+        if (
+            step.is_queued != is_queued
+            or (names and step.name not in names)
+            or (batch is not None and step.point.batch != batch)
+        ):
+            continue
+        line = found.setdefault((step.name, step.point.batch), {})
+        if step.point.context in line:
+            raise SettingsError(
+                f"{step.row.figure} is in two of the reports; plot reports of different "
+                "configurations, or one"
+            )
+        line[step.point.context] = step.row
     missing = sorted(set(names) - {name for name, _ in found})
     if missing:
         raise SettingsError(f"--config {missing[0]}: none of these reports has it")
@@ -74,7 +70,7 @@ def tpot_series(
 
 def has_queued(reports: Sequence[Report]) -> bool:
     """Whether `reports` have steps queued one behind another."""
-    return any(row.figure.startswith("queued_tpot_ms_") for item in reports for row in item.rows)
+    return any(step.is_queued for report in reports for step in step_rows(report))
 
 
 def draw(
@@ -84,77 +80,47 @@ def draw(
 
     Raises `SettingsError` as `tpot_series` does, or if matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise SettingsError("plotting needs matplotlib: pip install 'tandemkv[bench]'") from error
     lines = tpot_series(reports, names, batch)
     batches = sorted({line.batch for line in lines})
-    own = iter(_COLOURS * len(lines))
-    stock = iter(_GREYS * len(lines))
+    own, stock = itertools.cycle(_COLOURS), itertools.cycle(_GREYS)
     colours = {
         name: next(stock if name.startswith("dense") else own)
         for name in dict.fromkeys(line.name for line in lines)
     }
-    # Ids in the SVG are otherwise random, and each drawing another file.
-    with mpl.rc_context({"svg.hashsalt": "tandemkv", "svg.fonttype": "none", "font.size": 9}):
-        figure, axes = plt.subplots(
-            1, len(batches), figsize=(4.6 * len(batches), 3.6), squeeze=False, layout="constrained"
-        )
-        for axis, batch in zip(axes[0], batches, strict=True):
+    with drawing("bench") as new_figure:
+        figure = new_figure(figsize=(4.6 * len(batches), 3.6), layout="constrained")
+        (axes,) = figure.subplots(1, len(batches), squeeze=False)
+        for axis, batch in zip(axes, batches, strict=True):
             axis.set_title(f"batch {batch}", loc="left", fontsize=10)
             _draw_panel(axis, [line for line in lines if line.batch == batch], colours)
         queued = ", queued" if has_queued(reports) else ""
-        axes[0][0].set_ylabel(f"ms per output token{queued}")
-        _draw_legend(figure, axes[0])
+        axes[0].set_ylabel(f"ms per output token{queued}")
+        handles = handles_by_label(axes)
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", frameon=False,
+            ncols=min(3, 1 + len(axes)),
+        )  # fmt: skip
         gpus = {f"{report.gpu.count} x {report.gpu.name}" for report in reports if report.gpu}
         if gpus:
             figure.suptitle(", ".join(sorted(gpus)), fontsize=9, x=0.01, ha="left")
-        paths = (stem.with_suffix(".svg"), stem.with_suffix(".png"))
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], metadata={"Date": None})
-        figure.savefig(paths[1], dpi=160)
-        plt.close(figure)
-    return paths
-
-
-def _draw_legend(figure: Any, axes: Sequence[Any]) -> None:
-    handles: dict[str, object] = {}
-    for axis in axes:
-        drawn, labels = axis.get_legend_handles_labels()
-        handles |= dict(zip(labels, drawn, strict=True))
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", frameon=False,
-        ncols=min(3, 1 + len(axes)),
-    )  # fmt: skip
+        return save(figure, stem)
 
 
 def _draw_panel(axis: Any, lines: Sequence[Series], colours: Mapping[str, str]) -> None:
     for line in lines:
-        _draw_line(axis, line, colours[line.name])
+        rows = [row for _, row in line.points]
+        below = [max(0.0, row.value - (row.p10 or row.value)) for row in rows]
+        above = [max(0.0, (row.p90 or row.value) - row.value) for row in rows]
+        axis.errorbar(
+            [context for context, _ in line.points], [row.value for row in rows],
+            yerr=[below, above], color=colours[line.name], label=line.name, marker="o",
+            markersize=3.5, linewidth=1.4, capsize=2, elinewidth=0.8,
+        )  # fmt: skip
     axis.set_xlabel("context, tokens")
     axis.set_xscale("log", base=2)
     contexts = sorted({x for line in lines for x, _ in line.points})
-    axis.set_xticks(contexts, [_short(context) for context in contexts])
+    axis.set_xticks(contexts, [f"{x // 1024}K" if x % 1024 == 0 else str(x) for x in contexts])
     axis.minorticks_off()
     axis.set_ylim(bottom=0)
     axis.grid(axis="y", linewidth=0.4, color="#dddddd")
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_line(axis: Any, line: Series, colour: str) -> None:
-    contexts = [context for context, _ in line.points]
-    values = [row.value for _, row in line.points]
-    below = [max(0.0, row.value - (row.p10 or row.value)) for _, row in line.points]
-    above = [max(0.0, (row.p90 or row.value) - row.value) for _, row in line.points]
-    axis.errorbar(
-        contexts, values, yerr=[below, above], color=colour, label=line.name, marker="o",
-        markersize=3.5, linewidth=1.4, capsize=2, elinewidth=0.8,
-    )  # fmt: skip
-
-
-def _short(context: int) -> str:
-    return f"{context // 1024}K" if context % 1024 == 0 else str(context)

@@ -7,21 +7,17 @@ A report is made to be published: it names versions and the GPU, and no path, ho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
 import msgspec
+import numpy as np
 import typer
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.compact_json import compact_json
-from tandemkv.server.evaluation.provenance import (
-    BenchError,
-    Gpu,
-    installed_versions,
-    without_paths,
-)
-from tandemkv.server.evaluation.spread import Spread
+from tandemkv.server.evaluation.provenance import BenchError, Gpu, installed_versions, without_paths
 
 SCHEMA = 1
 
@@ -30,6 +26,27 @@ OutOption = Annotated[
 ]
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_.+-]+$", max_length=160)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Median, 10th and 90th percentile; `n` samples where they are known.
+
+    The unit is the caller's.
+    """
+
+    median: float
+    p10: float
+    p90: float
+    n: int | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Self:
+        """Summarise `samples`; raises `BenchError` if there is none."""
+        if not samples:
+            raise BenchError("no sample was measured; raise the number of repetitions")
+        low, middle, high = np.percentile(samples, (10, 50, 90)).tolist()
+        return cls(median=middle, p10=low, p90=high, n=len(samples))
 
 
 class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

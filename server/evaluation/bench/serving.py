@@ -14,10 +14,9 @@ from typing import Annotated, Any
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.provenance import BenchError
 from tandemkv.server.evaluation.request_options import option
-from tandemkv.server.evaluation.spread import Spread
 from tandemkv.server.settings.launch_settings import is_loopback
 
-from .report import Failure, OutOption, Row
+from .report import Failure, OutOption, Row, Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,21 +99,22 @@ def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
     if not completed or not good:
         reason = next((error for error in errors if error), "no output tokens")
         raise BenchError(f"no request was completed: {' '.join(reason.split())[:300]}")
-    tpots = [sum(gaps[index]) / (lengths[index] - 1) for index in good]
-    stalls = [max(gaps[index]) for index in good if gaps[index]]
-    between = [gap for index in good for gap in gaps[index]]
+    label = load.label
+    series = {
+        "ttft": [first[index] for index in good],
+        "tpot": [sum(gaps[index]) / (lengths[index] - 1) for index in good],
+        "itl": [gap for index in good for gap in gaps[index]],
+        "longest_gap": [max(gaps[index]) for index in good if gaps[index]],
+    }
     rows = [
-        Row.of(f"ttft_ms_{load.label}", Spread.of([first[index] for index in good]), "ms"),
-        Row.of(f"tpot_ms_{load.label}", Spread.of(tpots), "ms"),
-        *([Row.of(f"itl_ms_{load.label}", Spread.of(between), "ms")] if between else []),
-        Row.of(f"longest_gap_ms_{load.label}", Spread.of(stalls), "ms"),
-        Row(
-            figure=f"output_tokens_per_s_{load.label}", value=throughput, unit="tok/s", n=len(good)
-        ),
+        Row.of(f"{name}_ms_{label}", Spread.of(values), "ms")
+        for name, values in series.items()
+        if values or name != "itl"
     ]
-    failed = [index for index, error in enumerate(errors) if error]
+    rows.append(Row(f"output_tokens_per_s_{label}", throughput, "tok/s", n=len(good)))
     failures = [
-        Failure(f"request_{index}_{load.label}", " ".join(errors[index].split())[:300])
-        for index in failed
+        Failure(f"request_{index}_{label}", " ".join(error.split())[:300])
+        for index, error in enumerate(errors)
+        if error
     ]
     return rows, failures

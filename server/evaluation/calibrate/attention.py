@@ -16,6 +16,24 @@ Pool = Callable[[torch.Tensor], torch.Tensor]
 """``[H, G, T, T]`` post-softmax weights to ``[H, T, T]``."""
 
 
+def load_network(model_dir: Path, dtype: str, **options: Any) -> Any:
+    """Return a model on the CPU, to compute in torch's `dtype` of that name."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    network = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=getattr(torch, dtype), **options
+    )
+    return network.eval()
+
+
+def stream_before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the residual stream that a layer was called with, ``[1, T, hidden_size]``."""
+    found: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return found
+
+
 def mean_of_group(weights: torch.Tensor) -> torch.Tensor:
     """Post-softmax pooling over the query heads of a group (Kascade, section 3.4)."""
     return weights.mean(dim=1)
@@ -38,20 +56,10 @@ class TextAttention:
 
 
 class AttentionRecorder:
-    """A model on CPU with eager attention, whose layers are read by hooks, one at a time.
-
-    `dtype` is torch's name of the one to compute in.
-    """
+    """A model on CPU with eager attention, whose layers are read by hooks, one at a time."""
 
     def __init__(self, model_dir: Path, model: ModelSpec, *, dtype: str, pool: Pool) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-
-        self._network: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=getattr(torch, dtype), attn_implementation="eager"
-        ).eval()
+        self._network = load_network(model_dir, dtype, attn_implementation="eager")
         self._model, self._pool = model, pool
         self._stream = torch.empty(0)
         self._found = TextAttention()
@@ -67,7 +75,7 @@ class AttentionRecorder:
         return self._found
 
     def _before_layer(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._stream = args[0] if args else kwargs["hidden_states"]
+        self._stream = stream_before(args, kwargs)
 
     def _after_attention(self, _: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         added, weights = output[:2]

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -23,12 +23,10 @@ from tandemkv.cache_rank.calibration.format import (
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.index_channels import STEP
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
+from tandemkv.server.evaluation.corpus import Texts, cut_texts
 from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
-
-if TYPE_CHECKING:
-    from .corpus import Texts
 
 Method = Literal["kascade", "sync_kv", "look_ahead"]
 METHODS = get_args(Method)
@@ -75,11 +73,10 @@ class Request:
             raise SettingsError(
                 f"index_channels={self.index_channels} must be a multiple of {STEP}"
             )
-        for name, allowed in (("policy", (None, *METHODS)), ("dtype", _DTYPES)):
-            if getattr(self, name) not in allowed:
-                raise SettingsError(
-                    f"{name}={getattr(self, name)} must be one of {', '.join(allowed)}"
-                )
+        for name, allowed in (("policy", METHODS), ("dtype", _DTYPES)):
+            given = getattr(self, name)
+            if given is not None and given not in allowed:
+                raise SettingsError(f"{name}={given} must be one of {', '.join(allowed)}")
         if self.policy in ("kascade", "sync_kv") and self.tokens <= 2 * self.top_k:
             raise SettingsError(
                 f"tokens={self.tokens} must be more than twice top_k={self.top_k}: shorter texts "
@@ -120,18 +117,15 @@ def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
 
     spec, corpus = _for_safetensors(model_dir, request)
     measurement = QueryMeasurement(model_dir, spec, dtype=request.dtype, distance=request.distance)
-    with _progress(console) as progress:
-        for text in progress.track(corpus.tokens, description=f"reading with {model_dir.name}"):
-            measurement.add(text)
+    for text in _shown(corpus.tokens, model_dir, console):
+        measurement.add(text)
     with console.status("fitting ..."):
         found = measurement.result()
     about = _about(model_dir, corpus)
     layers = {layer: (fit.weight, fit.bias) for layer, fit in found.items()}
     write_fitted_queries(request.out, spec, request.distance, layers, about)
-    own, fitted = (
-        sum(values) / len(found)
-        for values in zip(*((fit.own, fit.fitted) for fit in found.values()), strict=True)
-    )
+    own = sum(fit.own for fit in found.values()) / len(found)
+    fitted = sum(fit.fitted for fit in found.values()) / len(found)
     return f"{own:.1%} of the queries' variance is missed with W_q, {fitted:.1%} with the file"
 
 
@@ -152,9 +146,8 @@ def find_channels(model_dir: Path, request: Request, console: Console) -> str:
             "fewer, or serve without a file"
         )
     measurement = ChannelMeasurement(model_dir, spec, dtype=request.dtype)
-    with _progress(console) as progress:
-        for text in progress.track(corpus.tokens, description=f"reading with {model_dir.name}"):
-            measurement.add(text)
+    for text in _shown(corpus.tokens, model_dir, console):
+        measurement.add(text)
     found = measurement.result(count)
     layers = {layer: kept.channels for layer, kept in found.items()}
     write_index_channels(request.out, spec, layers, _about(model_dir, corpus))
@@ -183,38 +176,35 @@ def _about(model_dir: Path, corpus: Texts) -> dict[str, str]:
 def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
     """Run the model in `model_dir` over texts and return its calibration.
 
-    Raises
-    ------
-    CalibrationError
-        If the model takes no text of that length, or there is none.
-    UnsupportedModelError
-        If the model's attention cannot be served.
+    Raises `CalibrationError` if the model takes no text of that length, or there is none;
+    `UnsupportedModelError` if its attention cannot be served.
     """
     spec, corpus = _spec_and_texts(model_dir, request)
-    with _progress(console) as progress:
-        texts = progress.track(corpus.tokens, description=f"reading with {model_dir.name}")
-        return Calibration(
-            version=FORMAT_VERSION,
-            source="measured",
-            model=CalibratedModel.of(spec, model_dir.name),
-            corpus=Corpus(
-                sources=corpus.sources,
-                num_texts=len(corpus.tokens),
-                num_tokens=sum(map(len, corpus.tokens)),
-            ),
-            **_measured(model_dir, spec, request, texts),
-        )
+    found = _measured(model_dir, spec, request, _shown(corpus.tokens, model_dir, console))
+    return Calibration(
+        version=FORMAT_VERSION,
+        source="measured",
+        model=CalibratedModel.of(spec, model_dir.name),
+        corpus=Corpus(
+            sources=corpus.sources,
+            num_texts=len(corpus.tokens),
+            num_tokens=sum(map(len, corpus.tokens)),
+        ),
+        **found,
+    )
 
 
-def _progress(console: Console) -> Progress:
+def _shown(
+    texts: Sequence[list[int]], model_dir: Path, console: Console
+) -> Iterator[Sequence[int]]:
+    """Yield the texts, with a bar that says how many have been read."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console)
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        yield from progress.track(texts, description=f"reading with {model_dir.name}")
 
 
 def _spec_and_texts(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts]:
     """Return what the model is, and the texts to read; raises as `measure` does."""
-    from .corpus import cut_texts
-
     spec = read_model_spec(model_dir, dtype=request.dtype)
     if spec.linear_layers:
         instead = "without look_ahead.predictor" if request.policy == "look_ahead" else "--anchors"
@@ -246,15 +236,11 @@ def _measured(
 
     is_kascade = request.policy == "kascade"
     pool = mean_of_group if is_kascade else max_of_group
+    measurement = (KascadeMeasurement if is_kascade else SyncKVMeasurement)(request.top_k)
     recorder = AttentionRecorder(model_dir, spec, dtype=request.dtype, pool=pool)
-    kascade, sync_kv = KascadeMeasurement(request.top_k), SyncKVMeasurement(request.top_k)
     for tokens in texts:
-        seen = recorder.read(tokens)
-        if is_kascade:
-            kascade.add(seen.weights, seen.importance)
-        else:
-            sync_kv.add(seen.weights)
-    found = kascade.result(request.anchors) if is_kascade else sync_kv.result(request.clusters)
+        measurement.add(recorder.read(tokens))
+    found = measurement.result(request.anchors if is_kascade else request.clusters)
     name = "kascade" if is_kascade else "sync_kv"
     return {"policy": name, name: found}
 

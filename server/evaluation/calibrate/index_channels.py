@@ -21,6 +21,8 @@ import torch
 from tandemkv.cache_rank.protocol.models.index_channels import indexed_layers
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
+from .attention import load_network
+
 SKIPPED_TOKENS = 4
 """First tokens of a text, whose keys are like no others: they are always attended to."""
 _NAME = "tandemkv-moments"
@@ -40,16 +42,12 @@ class ChannelMeasurement:
     """
 
     def __init__(self, model_dir: Path, model: ModelSpec, *, dtype: str) -> None:
-        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-        from transformers.utils import logging
 
         AttentionInterface.register(_NAME, self._attend)
         AttentionMaskInterface.register(_NAME, sdpa_mask)
-        logging.disable_progress_bar()
-        self._network: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=getattr(torch, dtype), attn_implementation=_NAME
-        ).eval()
+        self._network = load_network(model_dir, dtype, attn_implementation=_NAME)
         shape = (model.num_kv_heads, model.head_dim, model.head_dim)
         layers = indexed_layers(model)
         self._queries = {x: torch.zeros(shape, dtype=torch.float64) for x in layers}
@@ -62,7 +60,11 @@ class ChannelMeasurement:
 
     def result(self, num_channels: int) -> dict[int, Kept]:
         """Return the channels of each layer that attends to the whole context."""
-        return {x: keep(self._queries[x] * self._keys[x], num_channels) for x in self._queries}
+        return {layer: keep(self.products(layer), num_channels) for layer in self._queries}
+
+    def products(self, layer: int) -> torch.Tensor:
+        """Return what each pair of channels adds to the variance of scores, ``[H, D, D]``."""
+        return self._queries[layer] * self._keys[layer]
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tandemkv.cache_rank.calibration.format import KascadeCalibration
+
+from .attention import TextAttention
 
 
 def top_sets(weights: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -21,17 +21,8 @@ def recovered_mass(sets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     With the sets of layer a and the weights of layer b it is the numerator of Eq. 3; its
     denominator is the diagonal of the same with both of layer b.
 
-    Parameters
-    ----------
-    sets : torch.Tensor
-        ``[H, T, k]`` int64.
-    weights : torch.Tensor
-        ``[H, T, n]``, distributions over n keys.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[H, H, T]``: head j of `weights` on the set of head i, at ``[j, i]``.
+    `sets` are ``[H, T, k]`` int64, `weights` ``[H, T, n]``, distributions over n keys. Returned is
+    ``[H, H, T]``: head j of `weights` on the set of head i, at ``[j, i]``.
     """
     heads, length, top_k = sets.shape
     by_token = sets.transpose(0, 1).reshape(length, heads * top_k)
@@ -50,17 +41,8 @@ def head_map(similarity: torch.Tensor) -> tuple[int, ...]:
 def choose_anchors(similarity: torch.Tensor, num_anchors: int) -> tuple[int, ...]:
     """Choose the anchors that maximise the similarity to the layers after them (Algorithm 1).
 
-    Parameters
-    ----------
-    similarity : torch.Tensor
-        ``[L, L]``, weighted by importance; ``[a, b]`` counts for ``b >= a``.
-    num_anchors : int
-        Anchors, layer 0 among them, at most L.
-
-    Returns
-    -------
-    tuple of int
-        Ascending, beginning with 0.
+    `similarity` is ``[L, L]``, weighted by importance; ``[a, b]`` counts for ``b >= a``. There are
+    `num_anchors`, at most L; they ascend from layer 0.
     """
     num_layers = len(similarity)
     # served[i, j]: what layers i to j - 1 get from anchor i.
@@ -95,15 +77,14 @@ class KascadeMeasurement:
         self._own: dict[int, list[torch.Tensor]] = {}
         self._importance: list[torch.Tensor] = []
 
-    def add(self, weights: Sequence[torch.Tensor], importance: Sequence[float]) -> None:
-        """Take in one text: per layer ``[H, T, T]`` distributions, and its importance."""
-        self._importance.append(torch.tensor(importance, dtype=torch.float64))
-        sets = [top_sets(layer, self._top_k) for layer in weights]
-        for b, reuse in enumerate(weights):
+    def add(self, seen: TextAttention) -> None:
+        """Take in one text."""
+        self._importance.append(torch.tensor(seen.importance, dtype=torch.float64))
+        sets = [top_sets(layer, self._top_k) for layer in seen.weights]
+        for b, reuse in enumerate(seen.weights):
             for a in range(b + 1):
                 self._pairs.setdefault((a, b), []).append(recovered_mass(sets[a], reuse))
-            own = reuse.gather(-1, sets[b]).sum(-1)
-            self._own.setdefault(b, []).append(own)
+            self._own.setdefault(b, []).append(reuse.gather(-1, sets[b]).sum(-1))
 
     def result(self, num_anchors: int) -> KascadeCalibration:
         """Choose anchors and head maps."""

@@ -11,6 +11,7 @@ decide that were kept out. A query is made as before, with other numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from tandemkv.cache_rank.calibration.format import CalibrationError
 from tandemkv.cache_rank.protocol.models.architectures import find_architecture
 from tandemkv.cache_rank.protocol.models.fitted_queries import fitted_layers, stream_of
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+
+from .attention import load_network, stream_before
 
 SKIPPED_TOKENS = 4
 """First tokens of a text, whose streams are like no others: attention gathers there."""
@@ -48,13 +51,9 @@ class Moments:
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        double = torch.float64
-        self.xx, self.x = (
-            torch.zeros(inputs, inputs, dtype=double),
-            torch.zeros(inputs, dtype=double),
-        )
-        self.xd = torch.zeros(inputs, outputs, dtype=double)
-        self.d = torch.zeros(outputs, dtype=double)
+        zeros = partial(torch.zeros, dtype=torch.float64)
+        self.xx, self.x = zeros(inputs, inputs), zeros(inputs)
+        self.xd, self.d = zeros(inputs, outputs), zeros(outputs)
         self.dd, self.qq, self.count = 0.0, 0.0, 0
 
     def add(self, x: torch.Tensor, missing: torch.Tensor, query: torch.Tensor) -> None:
@@ -93,13 +92,7 @@ class QueryMeasurement:
     """
 
     def __init__(self, model_dir: Path, model: ModelSpec, *, dtype: str, distance: int) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        self._network: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=getattr(torch, dtype)
-        ).eval()
+        self._network = load_network(model_dir, dtype)
         self._distance, self._num_texts = distance, 0
         self._layers = {x: self._network.model.layers[x] for x in fitted_layers(model)}
         norm = find_architecture(model.architecture).attention_norm
@@ -161,7 +154,7 @@ class QueryMeasurement:
 
     def _before(self, number: int) -> Any:
         def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._streams[number] = (args[0] if args else kwargs["hidden_states"])[0]
+            self._streams[number] = stream_before(args, kwargs)[0]
 
         return keep
 

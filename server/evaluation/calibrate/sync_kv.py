@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tandemkv.cache_rank.calibration.format import CalibrationError, SyncKVCalibration
+
+from .attention import TextAttention
 
 
 def head_overlap(weights: torch.Tensor, top_k: int) -> torch.Tensor:
     """Return the mean overlap coefficient of the heads' top-k sets (Eq. 2), ``[H, H]`` float64.
 
-    Parameters
-    ----------
-    weights : torch.Tensor
-        ``[H, T, T]``, one map per KV head.
-    top_k : int
-        Size of the sets. Tokens that see fewer than twice as many keys do not count: their sets
-        overlap by necessity.
+    `weights` are ``[H, T, T]``, one map per KV head. Tokens that see fewer than twice `top_k` keys
+    do not count: their sets overlap by necessity.
     """
     weights = weights[:, 2 * top_k - 1 :]
     index = weights.topk(top_k, dim=-1).indices  # [H, t, k]
@@ -33,22 +28,9 @@ def cluster_heads(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Cluster the heads of a layer by K-Means on the rows of ``max(S) - S``.
 
-    Parameters
-    ----------
-    similarity : torch.Tensor
-        ``[H, H]``.
-    num_clusters : int
-        N_r, at most H.
-
-    Returns
-    -------
-    clusters, representatives : tuple of int
-        Cluster of each head, numbered by first appearance; head closest to each centroid.
-
-    Raises
-    ------
-    CalibrationError
-        If scikit-learn is not installed.
+    `similarity` is S, ``[H, H]``; `num_clusters` N_r, at most H. Returns the cluster of each head,
+    numbered by first appearance, and the head closest to each centroid. Raises `CalibrationError`
+    if scikit-learn is not installed.
     """
     try:
         from sklearn.cluster import KMeans
@@ -58,15 +40,15 @@ def cluster_heads(
         ) from error
     distance = (similarity.max() - similarity).double()
     found = KMeans(n_clusters=num_clusters, n_init=10, random_state=0).fit(distance.numpy())
-    order = list(dict.fromkeys(found.labels_.tolist()))
-    clusters = tuple(order.index(label) for label in found.labels_.tolist())
+    labels = found.labels_.tolist()
+    order = list(dict.fromkeys(labels))
     representatives = []
-    for number, label in enumerate(order):
+    for label in order:
         centre = torch.from_numpy(found.cluster_centers_[label])
-        members = [head for head, cluster in enumerate(clusters) if cluster == number]
-        away = torch.stack([(distance[head] - centre).norm() for head in members])
+        members = [head for head, other in enumerate(labels) if other == label]
+        away = (distance[members] - centre).norm(dim=1)
         representatives.append(members[int(away.argmin())])
-    return clusters, tuple(representatives)
+    return tuple(order.index(label) for label in labels), tuple(representatives)
 
 
 class SyncKVMeasurement:
@@ -76,9 +58,9 @@ class SyncKVMeasurement:
         self._top_k = top_k
         self._overlaps: list[torch.Tensor] = []
 
-    def add(self, weights: Sequence[torch.Tensor]) -> None:
-        """Take in one text: per layer ``[H, T, T]``."""
-        overlaps = [head_overlap(layer, self._top_k) for layer in weights]
+    def add(self, seen: TextAttention) -> None:
+        """Take in one text."""
+        overlaps = [head_overlap(layer, self._top_k) for layer in seen.weights]
         self._overlaps.append(torch.stack(overlaps))
 
     def result(self, num_clusters: int) -> SyncKVCalibration:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the probes of both ranks wrote about one request, put together."""
+"""What the probes of both ranks wrote about one request, put together, and shown as a page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
+
+_DATA = "@@DATA@@"
 
 
 class RecordingError(TandemKVError):
@@ -55,11 +58,8 @@ def read_recording(attention_file: Path, selection_file: Path) -> Recording:
     if "attended_bits" not in attention[0]:
         raise RecordingError("the recording has no token sets; set TANDEMKV_PROBE_DETAIL=1")
     by_step = {(line["length"], line["layer"]): line for line in attention}
-    chosen = {
-        (line["length"], line["layer"]): line["selected_bits"] for line in _lines(selection_file)
-    }
-    layers = sorted({layer for _, layer in by_step})
-    lengths = sorted({length for length, _ in by_step})
+    chosen = {(line["length"], line["layer"]): line for line in _lines(selection_file)}
+    lengths, layers = (sorted(set(values)) for values in zip(*by_step, strict=True))
     missing = [(n, layer) for n in lengths for layer in layers if (n, layer) not in by_step]
     if missing:
         raise RecordingError(f"the recording lacks {len(missing)} steps, the first {missing[0]}")
@@ -72,15 +72,49 @@ def read_recording(attention_file: Path, selection_file: Path) -> Recording:
         layers=layers,
         num_heads=len(attention[0]["mass"]),
         attended=table("attended_bits"),
-        selected=[[chosen.get((length, layer)) for layer in layers] for length in lengths],
+        selected=[
+            [chosen.get((length, layer), {}).get("selected_bits") for layer in layers]
+            for length in lengths
+        ],
         mass=table("mass"),
         oracle_mass=table("oracle_mass"),
     )
 
 
 def _lines(path: Path) -> Iterable[Mapping[str, Any]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            yield from map(json.loads, file)
+
+
+def make_page(
+    recording: Recording, *, tokens: Sequence[str], prompt_tokens: int, facts: Mapping[str, str]
+) -> str:
+    """Return the HTML page. It loads nothing and runs from a file.
+
+    `tokens` has the text of every token, the `prompt_tokens` of the prompt first; `facts` are shown
+    under the title. Raises `ValueError` if there are fewer tokens than the recording speaks of.
+    """
+    if len(tokens) < recording.lengths[-1]:
+        raise ValueError(f"{len(tokens)} tokens, but steps of {recording.lengths[-1]}")
+    data = {
+        "facts": dict(facts),
+        "tokens": list(tokens[: recording.lengths[-1]]),
+        "prompt": prompt_tokens,
+        "lengths": recording.lengths,
+        "layers": recording.layers,
+        "heads": recording.num_heads,
+        "attended": recording.attended,
+        "selected": recording.selected,
+        "mass": _rounded(recording.mass),
+        "oracle": _rounded(recording.oracle_mass),
+    }
+    # Nothing of the prompt may end the element that it is in.
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    before, after = template.split(_DATA)
+    return before + text + after
+
+
+def _rounded(values: list[list[list[float]]]) -> list[list[list[float]]]:
+    return [[[round(x, 4) for x in heads] for heads in layers] for layers in values]

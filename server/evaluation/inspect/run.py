@@ -17,8 +17,7 @@ from tandemkv.server.evaluation.quality.servers import tandem_server
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.settings.launch_settings import ServeSettings
 
-from .page import make_page
-from .recording import Recording, read_recording
+from .recording import Recording, make_page, read_recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +32,9 @@ class Inspection:
 def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -> Inspection:
     """Serve `text` once, greedily, and return the page.
 
-    Raises
-    ------
-    SettingsError
-        If the policy selects nothing that could be shown, or the prompt does not fit.
-    RecordingError
-        If no step was sparse.
-    MeasurementError
-        If the server did not start or answer.
+    Raises `SettingsError` if the policy selects nothing that could be shown, or the prompt does not
+    fit; `RecordingError` if no step was sparse; `MeasurementError` if the server did not start or
+    answer.
     """
     selection = settings.selection
     if selection.declared.keeps_sink_only:
@@ -59,7 +53,6 @@ def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -
         )
     recording, new = _record(settings, ids, max_new_tokens)
     tokens = [tokenizer.decode([token]) for token in (*ids, *new)]
-    exact = ",".join(map(str, selection.exact_layer_ids)) or "none"
     facts = {
         "model": Path(settings.model).name,
         "policy": selection.policy,
@@ -68,7 +61,7 @@ def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -
         "K": str(selection.budget_tokens),
         "resident": f"{selection.num_resident} + {selection.num_recent_tokens} recent",
         "samples": str(selection.num_samples),
-        "exact layers (not shown)": exact,
+        "exact layers (not shown)": ",".join(map(str, selection.exact_layer_ids)) or "none",
         "mean mass": str(round(float(np.mean(recording.mass)), 4)),
     }
     html = make_page(recording, tokens=tokens, prompt_tokens=len(ids), facts=facts)

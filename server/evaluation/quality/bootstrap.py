@@ -27,16 +27,17 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def signed(self, digits: int = 2, unit: str = "") -> str:
+        """Return a difference as text, e.g. ``+1.20 % (+0.90 to +1.50)`` for the unit `` %``."""
+        low, high = f"{self.low:+.{digits}f}", f"{self.high:+.{digits}f}"
+        return f"{self.mean:+.{digits}f}{unit} ({low} to {high})"
+
 
 def mean_interval(values: ArrayLike, *, draws: int = DRAWS, seed: int = 0) -> Interval:
-    """Return the mean of independent values, e.g. of samples.
+    """Return the mean of independent values ``[N]``, N > 0, e.g. of samples.
 
-    Parameters
-    ----------
-    values : array_like
-        ``[N]``, N > 0. With one value the interval is that value: it says nothing.
-    draws, seed : int
-        Number of resamples, and the state they are drawn from.
+    With one value the interval is that value: it says nothing. There are `draws` resamples, drawn
+    from the state `seed`.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
@@ -46,12 +47,9 @@ def mean_interval(values: ArrayLike, *, draws: int = DRAWS, seed: int = 0) -> In
 
 
 def score_interval(scores: ArrayLike) -> Interval:
-    """Return the mean of scores: Wilson's interval (1927) if all are 0 or 1, else the bootstrap's.
+    """Return the mean of scores ``[N]``, N > 0.
 
-    Parameters
-    ----------
-    scores : array_like
-        ``[N]``, N > 0.
+    The interval is Wilson's (1927) if all are 0 or 1, else the bootstrap's.
     """
     array = np.asarray(scores, dtype=np.float64)
     if array.size == 0 or not _are_binary(array):
@@ -63,15 +61,10 @@ def score_interval(scores: ArrayLike) -> Interval:
 
 
 def paired_interval(scores: ArrayLike, reference: ArrayLike) -> Interval:
-    """Return the mean of `scores` less that of `reference`, sample by sample.
+    """Return the mean of `scores` less that of `reference`, ``[N]`` each, N > 0.
 
     If all are 0 or 1, the interval is that of Agresti & Min (2005), which adds half a sample to
     each of the four outcomes of a pair; else the bootstrap's of the differences.
-
-    Parameters
-    ----------
-    scores, reference : array_like
-        ``[N]`` each, N > 0.
     """
     ours, theirs = np.asarray(scores, np.float64), np.asarray(reference, np.float64)
     gaps = ours - theirs
@@ -93,16 +86,9 @@ def _are_binary(values: NDArray[np.float64]) -> bool:
 def block_interval(series: Sequence[ArrayLike], *, block: int = BLOCK_TOKENS) -> Interval:
     """Return the mean over series of their means, where neighbours of a series depend on another.
 
-    Each series is resampled in blocks of neighbours and stays in every draw: the interval is for
-    other continuations of these texts, not for other texts.
-
-    Parameters
-    ----------
-    series : sequence of array_like
-        Each ``[T_i]``, T_i > 0, e.g. the log-likelihoods of one text's tokens.
-    block : int
-        Neighbours that stay together; the last block of a series may be shorter and counts by
-        its length.
+    Each series ``[T_i]``, T_i > 0, e.g. the log-likelihoods of one text's tokens, is resampled in
+    blocks of `block` neighbours and stays in every draw: the interval is for other continuations of
+    these texts, not for other texts. Its last block may be shorter and counts by its length.
     """
     if not series:
         raise ValueError("no series: at least one is required")

@@ -24,11 +24,7 @@ from tandemkv.server.evaluation.tokenizing import Tokenizer, load_tokenizer
 from tandemkv.server.plan.devices import resolve_device
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.policy_options import split_option
-from tandemkv.server.settings.sources import (
-    Sourced,
-    load_settings,
-    read_assignments,
-)
+from tandemkv.server.settings.sources import Sourced, load_settings, read_assignments
 
 from .configurations import Configuration, parse_budgets, plan
 from .prompts import Prompts
@@ -37,12 +33,11 @@ from .samples import Sample, digest, write_samples
 from .served import (
     AS_SERVED,
     Resolve,
-    as_served,
     check_prompts_fit,
     grid_configurations,
     named,
+    open_configuration,
     resolver,
-    served_settings,
     with_open_selection,
 )
 from .tasks.base import Task
@@ -132,12 +127,8 @@ class Campaign:
 def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     """Check a request, make the samples, and write them to ``samples/`` of its folder.
 
-    Raises
-    ------
-    SettingsError
-        If anything is unknown, missing, too short or too long; nothing has been started then.
-    UnsupportedModelError
-        If the model cannot be served.
+    Nothing is started. Raises `SettingsError` if anything is unknown, missing, too short or too
+    long; `UnsupportedModelError` if the model cannot be served.
     """
     tasks = find_tasks(request.task_names, request.contexts)
     _check_part_and_dense(request, tasks)
@@ -147,7 +138,8 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     spec = read_model_spec(model_dir, dtype=dtype)
     flags = _flags(request, model_dir, device, dtype)
     base = load_settings(flags, {}, request.config)
-    served = served_settings(_served_flags(request, model_dir), request.config)
+    # What `tandemkv serve` would load: flags, its environment variables, its file.
+    served = load_settings(_served_flags(request, model_dir), os.environ, request.config)
     resolve = resolver(spec, model_dir, device)
     configurations = _configurations(request, base, served, spec, device, resolve)
     tokenizer, prompts = _prompts(request, tasks, model_dir, note)
@@ -171,10 +163,8 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         served=served,
         choice=_named_or_refused(served, resolve),
     )
-    return replace(
-        campaign,
-        configurations=[_with_resolved(campaign, item, resolve) for item in configurations],
-    )
+    decided = [_with_resolved(campaign, item, resolve) for item in configurations]
+    return replace(campaign, configurations=decided)
 
 
 def _with_capacity(
@@ -192,11 +182,13 @@ def _with_capacity(
 
 def _served_flags(request: Request, model_dir: Path) -> dict[str, Sourced]:
     """Return what ``tandemkv serve`` would be told on its command line."""
-    flags = {"model": Sourced(str(model_dir), "MODEL"), **read_assignments(request.settings or ())}
-    for name in ("device", "dtype"):
-        if getattr(request, name) != "auto":
-            flags[name] = Sourced(getattr(request, name), f"--{name}")
-    return flags
+    given = {"device": request.device, "dtype": request.dtype}
+    return {
+        "model": Sourced(str(model_dir), "MODEL"),
+        **read_assignments(request.settings or ()),
+        "evaluation": Sourced(True, "tandemkv quality"),
+        **{name: Sourced(x, f"--{name}") for name, x in given.items() if x != "auto"},
+    }
 
 
 def _named_or_refused(settings: ServeSettings, resolve: Resolve) -> dict[str, Any]:
@@ -277,12 +269,10 @@ def _configurations(
         with_dense=not request.no_dense,
     )
     if request.as_served:
-        found.append(as_served(served, spec.num_layers, resolve))
+        found.append(open_configuration(resolve(served), AS_SERVED, {}, spec.num_layers))
     if request.grid is not None:
         path = request.grid.expanduser()
-        found += grid_configurations(
-            path, base, device=device, num_layers=spec.num_layers, resolve=resolve
-        )
+        found += grid_configurations(path, base, device, spec.num_layers, resolve)
     if not found:
         raise SettingsError("nothing to measure: no policy is given and dense is left out")
     windowed = list(spec.other_layers)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import typer
 from rich.console import Console
 
@@ -45,12 +48,8 @@ def quality(request: Request) -> None:
         return
     from .report import write_campaign, write_report
 
-    def report() -> None:
-        for path in write_report(request.folder, console):
-            typer.echo(str(path))
-
     if request.report_only:
-        report()
+        _list(write_report(request.folder, console))
         return
     if request.model is None:
         raise SettingsError("no model given: `tandemkv quality MODEL`, a directory or smollm2")
@@ -66,18 +65,20 @@ def quality(request: Request) -> None:
     if told is not None:
         console.print(f"note: {told}", markup=False, soft_wrap=True)
     if request.samples_only:
-        for task in campaign.tasks:
-            typer.echo(str(request.folder / "samples" / f"{task.name}.jsonl"))
+        _list(request.folder / "samples" / f"{task.name}.jsonl" for task in campaign.tasks)
         return
-    failure: MeasurementError | None = None
     try:
         run(campaign, console, jobs=request.jobs)
-    except MeasurementError as error:
-        failure = error
-    if failure is None or any(p.stem != "configuration" for p in campaign.runs.glob("*/*.json")):
-        report()
-    if failure is not None:
-        raise failure
+    except MeasurementError:
+        if any(path.stem != "configuration" for path in campaign.runs.glob("*/*.json")):
+            _list(write_report(request.folder, console))
+        raise
+    _list(write_report(request.folder, console))
+
+
+def _list(paths: Iterable[Path]) -> None:
+    for path in paths:
+        typer.echo(str(path))
 
 
 def _draw_pareto(request: Request, console: Console) -> None:
@@ -92,5 +93,4 @@ def _draw_pareto(request: Request, console: Console) -> None:
         text = f"not drawn, for {decode_file} has no time of them: {', '.join(missing)}"
         console.print(text, markup=False, soft_wrap=True)
     console.print(pareto_view(found))
-    for path in draw_pareto(found, request.folder / "pareto"):
-        typer.echo(str(path))
+    _list(draw_pareto(found, request.folder / "pareto"))

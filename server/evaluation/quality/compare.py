@@ -15,11 +15,9 @@ from rich.text import Text
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .bootstrap import Interval, mean_interval, paired_interval
-from .report_file import ReportFile, read_quality_report
+from .report import ReportFile, read_quality_report
 from .served import differences
-from .summary import Row, Score
-
-_PERPLEXITIES = ("perplexity", "long")
+from .summary import Row, Score, is_of_perplexity
 
 
 class Difference(NamedTuple):
@@ -54,18 +52,16 @@ def compare(one_path: Path, other_path: Path) -> list[Comparison]:
     one, other = read_quality_report(one_path), read_quality_report(other_path)
     _check_model(one, other)
     tasks = _common_tasks(one, other)
-    return [
-        Comparison(
-            names,
-            differences(a.settings, b.settings) if a.settings and b.settings else {},
-            [
-                _difference(name, one.described["tasks"][name], a.scores[name], b.scores[name])
-                for name in tasks
-                if name in a.scores and name in b.scores and a.scores[name].items
-            ],
-        )
-        for names, a, b in _pairs(one, other)
-    ]
+    found = []
+    for names, a, b in _pairs(one, other):
+        settings = differences(a.settings, b.settings) if a.settings and b.settings else {}
+        gaps = [
+            _difference(name, one.described["tasks"][name], a.scores[name], b.scores[name])
+            for name in tasks
+            if name in a.scores and name in b.scores and a.scores[name].items
+        ]
+        found.append(Comparison(names, settings, gaps))
+    return found
 
 
 def _check_model(one: ReportFile, other: ReportFile) -> None:
@@ -138,7 +134,7 @@ def _difference(name: str, task: Mapping[str, Any], one: Score, other: Score) ->
             f"task={name}: {len(one.items)} and {len(other.items)} samples were asked; finish "
             "both campaigns (the same command resumes)"
         )
-    is_perplexity = task["measure"] in _PERPLEXITIES
+    is_perplexity = is_of_perplexity(task["measure"])
     if is_perplexity:
         gap = mean_interval(np.subtract(other.items, one.items))
         gap = Interval(*(100 * np.expm1(gap)).tolist())
@@ -160,16 +156,11 @@ def comparison_view(found: list[Comparison], one: Path, other: Path) -> Renderab
     parts: list[RenderableType] = [Text(f"A: {one}\nB: {other}")]
     for item in found:
         title = item.names[0] if item.names[0] == item.names[1] else " -> ".join(item.names)
-        table = Table(title=title, title_justify="left")
-        for column in ("task", "A", "B", "B - A (95 % interval)", ""):
-            table.add_column(column)
+        columns = ("task", "A", "B", "B - A (95 % interval)", "")
+        table = Table(*columns, title=title, title_justify="left")
         for row in item.tasks:
             digits, unit = (2, f" {row.unit}") if row.unit else (3, "")
-            gap = (
-                f"{row.gap.mean:+.{digits}f}{unit} "
-                f"({row.gap.low:+.{digits}f} to {row.gap.high:+.{digits}f})"
-            )
-            table.add_row(row.task, row.one, row.other, gap, row.verdict)
+            table.add_row(row.task, row.one, row.other, row.gap.signed(digits, unit), row.verdict)
         parts.append(table)
         changed = ", ".join(f"{n} {a} -> {b}" for n, (a, b) in item.settings.items())
         parts.append(Text(f"settings that differ: {changed or 'none known'}"))

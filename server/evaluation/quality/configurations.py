@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 import msgspec
 from pydantic import ValidationError
 
-from tandemkv.cache_rank.policies.base import PolicyCapabilities
 from tandemkv.cache_rank.policies.options import parse_option
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -131,14 +130,18 @@ def plan(
     """
     found = [_attends_to_all("sglang", DENSE, num_layers)] if with_dense else []
     for text in policies:
-        if text != DENSE:
-            policy, own = _split(text)
-            capabilities = _capabilities(policy, device)
-            added = _of_policy(
-                policy, capabilities, budgets, num_layers, {**base, **_with_options(policy, own)}
+        if text == DENSE:
+            continue
+        policy, own = _split(text)
+        devices = find_policy(policy).capabilities.devices
+        if device not in devices:
+            raise SettingsError(
+                f"policy={policy} declares devices {', '.join(devices)}, not {device}; leave it "
+                "out or choose another --device"
             )
-            variant = ", ".join(f"{key}={value}" for key, value in own.items())
-            found += [msgspec.structs.replace(item, variant=variant) for item in added]
+        added = _of_policy(policy, budgets, num_layers, {**base, **_with_options(policy, own)})
+        variant = ", ".join(f"{key}={value}" for key, value in own.items())
+        found += [msgspec.structs.replace(item, variant=variant) for item in added]
     slugs = [item.slug for item in found]
     twice = sorted({slug for slug in slugs if slugs.count(slug) > 1})
     if twice:
@@ -174,32 +177,17 @@ def _with_options(policy: str, own: Mapping[str, str]) -> dict[str, object]:
     return settings | ({"options": options} if options else {})
 
 
-def _capabilities(policy: str, device: str) -> PolicyCapabilities:
-    capabilities = find_policy(policy).capabilities
-    if device not in capabilities.devices:
-        raise SettingsError(
-            f"policy={policy} declares devices {', '.join(capabilities.devices)}, not {device}; "
-            "leave it out or choose another --device"
-        )
-    return capabilities
-
-
 def _of_policy(
-    policy: str,
-    capabilities: PolicyCapabilities,
-    budgets: Sequence[Budget],
-    num_layers: int,
-    base: Mapping[str, object],
+    policy: str, budgets: Sequence[Budget], num_layers: int, base: Mapping[str, object]
 ) -> list[Configuration]:
-    if capabilities.all_exact:
-        exact = list(range(num_layers))
+    if find_policy(policy).capabilities.all_exact:
         found = _attends_to_all("tandemkv", policy, num_layers)
-        given = _given(_settings(policy, base))
+        exact, given = list(range(num_layers)), _given(_settings(policy, base))
         return [msgspec.structs.replace(found, exact_layers=exact, selection=given)]
     if not budgets:
         raise SettingsError(f"policy={policy} needs a budget: --budgets 12.5% or --budgets 512")
     _check_names(policy, base)
-    return [_sparse(policy, capabilities, budget, num_layers, base) for budget in budgets]
+    return [_sparse(policy, budget, num_layers, base) for budget in budgets]
 
 
 def _attends_to_all(system: System, policy: str, num_layers: int) -> Configuration:
@@ -224,12 +212,19 @@ def _check_names(policy: str, base: Mapping[str, object]) -> None:
         )
 
 
+def exact_among(settings: SelectionSettings, num_layers: int) -> list[int]:
+    """Return which of a model's layers `settings` name as exact."""
+    return sorted(set(settings.exact_layer_ids) & set(range(num_layers)))
+
+
+def knows_question(policy: str) -> str:
+    """Return what the report says of a policy that does not attend to everything."""
+    selects = find_policy(policy).capabilities.selects
+    return "chosen anew in decode" if selects else "no: by position, whatever is asked"
+
+
 def _sparse(
-    policy: str,
-    capabilities: PolicyCapabilities,
-    budget: Budget,
-    num_layers: int,
-    base: Mapping[str, object],
+    policy: str, budget: Budget, num_layers: int, base: Mapping[str, object]
 ) -> Configuration:
     """Find the settings whose attended tokens come closest to the budget from below.
 
@@ -239,6 +234,7 @@ def _sparse(
     """
     given = {**SelectionSettings().model_dump(), **base}
     sink, recent = int(given["num_sink_tokens"]), int(given["num_recent_tokens"])
+    capabilities = find_policy(policy).capabilities
     is_remote = capabilities.timing is Timing.SAME_STEP_ATTENTION
     factor = 1.0 if is_remote else float(given["resident_factor"])
     added: dict[str, object] = {"num_recent_tokens": budget.tokens - sink}
@@ -268,11 +264,9 @@ def _sparse(
         attended_tokens=attended,
         remote_tokens=remote,
         num_layers=num_layers,
-        exact_layers=sorted(set(settings.exact_layer_ids) & set(range(num_layers))),
+        exact_layers=exact_among(settings, num_layers),
         selection=_given(settings),
-        sees_question="chosen anew in decode"
-        if capabilities.selects
-        else "no: by position, whatever is asked",
+        sees_question=knows_question(policy),
     )
 
 
@@ -309,9 +303,7 @@ def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:
         ) from error
 
 
-def _given(
-    settings: SelectionSettings,
-) -> dict[str, Setting]:
+def _given(settings: SelectionSettings) -> dict[str, Setting]:
     """Return what differs from the defaults, and what the report names."""
     named = {"policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens"}
     defaults = SelectionSettings()

@@ -20,7 +20,8 @@ from .servers import MeasurementError, RunningServer
 
 _CACHED_SHARE = 0.9
 """Of a turn before, at least; less than all, because whole pages are cached."""
-_ROW_KINDS = ("sparse", "dense", "exact")
+_ROW_KINDS = ("sparse", "dense", "exact")  # a slow row is sparse
+_LOGPROBS, _BEST = {"return_logprob": True}, {"top_logprobs_num": 1}
 
 
 def measure(
@@ -85,13 +86,11 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
 def _per_step(counters: Mapping[str, float]) -> dict[str, Any]:
     """Return the fields of `TaskResult` that counters give."""
     context = counters.get("inference.context_tokens_total", 0.0)
-    kinds = {k: counters.get(f"inference.{k}_rows_total", 0.0) for k in _ROW_KINDS}
-    rows = kinds["sparse"] + kinds["dense"] + kinds["exact"]  # a slow row is sparse
-    share = None
-    if context:
-        share = counters["inference.attended_tokens_total"] / context
+    rows = sum(counters.get(f"inference.{kind}_rows_total", 0.0) for kind in _ROW_KINDS)
     return {
-        "attended_share": share,
+        "attended_share": counters["inference.attended_tokens_total"] / context
+        if context
+        else None,
         "fetched_rows_per_step": counters["cache.fetched_rows_total"] / rows if rows else None,
         "decode_steps": counters.get("inference.decode_steps_total"),
         "request_steps": rows or None,
@@ -123,22 +122,24 @@ def _ask(
     return Answer(name=sample.name, nll=nll, best=best if wants_best else None)
 
 
+def _greedy(ids: Sequence[int], num_tokens: int, **params: Any) -> dict[str, Any]:
+    """Return a request that decodes greedily; `params` are further ones of sampling."""
+    sampling = {"max_new_tokens": num_tokens, "temperature": 0, **params}
+    return {"input_ids": ids, "sampling_params": sampling}
+
+
+def _forcing(ids: Sequence[int], forced: Sequence[int], num_tokens: int) -> dict[str, Any]:
+    """Return a request whose first tokens are `forced`; no end of turn in them ends it."""
+    return _greedy(ids, num_tokens, ignore_eos=True, custom_params={"forced_token_ids": forced})
+
+
 def _generate(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> Answer:
-    is_forced = sample.late_question and not server.is_stock
-    forced = sample.question_ids if is_forced else []
-    body: dict[str, Any] = {
-        "input_ids": sample.prompt_ids if is_forced else sample.context_ids + sample.question_ids,
-        "sampling_params": {
-            "max_new_tokens": len(forced) + sample.num_new_tokens,
-            "temperature": 0,
-        },
-    }
-    if is_forced:
-        # A chat template's end of turn must not end the request.
-        body["sampling_params"] |= {
-            "ignore_eos": True,
-            "custom_params": {"forced_token_ids": forced},
-        }
+    forced: list[int] = []
+    if sample.late_question and not server.is_stock:
+        forced = sample.question_ids
+        body = _forcing(sample.prompt_ids, forced, len(forced) + sample.num_new_tokens)
+    else:
+        body = _greedy(sample.context_ids + sample.question_ids, sample.num_new_tokens)
     ids = _output_ids(server.generate(body))
     if ids[: len(forced)] != forced:
         raise MeasurementError("the server did not force the question; it must allow evaluation")
@@ -147,10 +148,8 @@ def _generate(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> An
 
 def _follow_up(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> Answer:
     """Send the context, then the question behind it, as a conversation's next turn does."""
-    first = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-    server.generate({"input_ids": sample.context_ids, "sampling_params": first})
-    params = {"max_new_tokens": sample.num_new_tokens, "temperature": 0}
-    found = server.generate({"input_ids": sample.prompt_ids, "sampling_params": params})
+    server.generate(_greedy(sample.context_ids, 1, ignore_eos=True))
+    found = server.generate(_greedy(sample.prompt_ids, sample.num_new_tokens))
     # Else it would be one long prompt, and no later turn.
     cached = int(found["meta_info"]["cached_tokens"])
     if cached < _CACHED_SHARE * len(sample.context_ids):
@@ -170,9 +169,8 @@ def _scored(sample: Sample, ids: list[int], tokenizer: Tokenizer) -> Answer:
 
 
 def _continue_freely(server: RunningServer, sample: Sample) -> Answer:
-    params = {"max_new_tokens": sample.num_new_tokens, "temperature": 0, "ignore_eos": True}
-    found = server.generate({"input_ids": sample.prompt_ids, "sampling_params": params})
-    tokens = _output_ids(found)
+    body = _greedy(sample.prompt_ids, sample.num_new_tokens, ignore_eos=True)
+    tokens = _output_ids(server.generate(body))
     if len(tokens) != sample.num_new_tokens:
         raise MeasurementError(f"{len(tokens)} tokens came back of {sample.num_new_tokens}")
     return Answer(name=sample.name, tokens=tokens, agrees=[True] * (len(tokens) - 1))
@@ -188,18 +186,7 @@ def _force(
     server: RunningServer, prompt: list[int], forced: list[int], *, with_best: bool = False
 ) -> tuple[list[tuple[float, int]], list[int]]:
     """Return (logprob, id) of each forced token, and the id that was likeliest in its place."""
-    body: dict[str, Any] = {
-        "input_ids": prompt,
-        "return_logprob": True,
-        "sampling_params": {
-            "max_new_tokens": len(forced),
-            "temperature": 0,
-            "ignore_eos": True,
-            "custom_params": {"forced_token_ids": forced},
-        },
-    }
-    if with_best:
-        body["top_logprobs_num"] = 1
+    body = _forcing(prompt, forced, len(forced)) | _LOGPROBS | (_BEST if with_best else {})
     meta = server.generate(body)["meta_info"]
     pairs = [(float(item[0]), int(item[1])) for item in meta["output_token_logprobs"]]
     got = [token for _, token in pairs]
@@ -218,15 +205,13 @@ def _prompt_nll(
     server: RunningServer, sample: Sample, *, with_best: bool
 ) -> tuple[list[float], list[int]]:
     """Stock SGLang forces nothing; its prefill is dense, so the prompt's own logprobs will do."""
-    body: dict[str, Any] = {
-        "input_ids": sample.prompt_ids + sample.forced_ids,
-        "return_logprob": True,
+    more = {
+        **_LOGPROBS,
         "logprob_start_len": len(sample.prompt_ids),
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        **(_BEST if with_best else {}),
     }
-    if with_best:
-        body["top_logprobs_num"] = 1
-    meta = server.generate(body)["meta_info"]
+    body = _greedy(sample.prompt_ids + sample.forced_ids, 1)
+    meta = server.generate(body | more)["meta_info"]
     wanted = sample.forced_ids[1:]
     pairs = meta["input_token_logprobs"][-len(wanted) :]
     if [int(item[1]) for item in pairs] != wanted or any(item[0] is None for item in pairs):
@@ -246,23 +231,17 @@ def _read_probes(server: RunningServer) -> Probes | None:
     """Average the probes over heads and layers, per step and request."""
     if server.probe_file is None:
         return None
-    lines = []
-    if server.probe_file.exists():
-        lines = [json.loads(line) for line in server.probe_file.read_text().splitlines()]
-    if not lines:
+    text = server.probe_file.read_text() if server.probe_file.exists() else ""
+    if not text:
         return None
     steps: dict[tuple[int, int], list[dict[str, Any]]] = {}
     layers: dict[int, list[float]] = {}
-    for line in lines:
+    for line in map(json.loads, text.splitlines()):
         steps.setdefault((line["decode_step"], line["row"]), []).append(line)
         layers.setdefault(line["layer"], []).append(float(np.mean(line["mass"])))
     means = {
         key: [float(np.mean([line[key] for line in group])) for _, group in sorted(steps.items())]
         for key in ("mass", "oracle_mass", "recall")
     }
-    return Probes(
-        mass=means["mass"],
-        oracle_mass=means["oracle_mass"],
-        recall=means["recall"],
-        mass_by_layer={str(k): float(np.mean(v)) for k, v in sorted(layers.items())},
-    )
+    by_layer = {str(k): float(np.mean(v)) for k, v in sorted(layers.items())}
+    return Probes(**means, mass_by_layer=by_layer)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,18 +12,15 @@ from rich.table import Table
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.bench.configurations import BUILT_IN
+from tandemkv.server.evaluation.bench.decode_steps import step_rows
 from tandemkv.server.evaluation.bench.report import Report, read_report
-from tandemkv.server.evaluation.setting_name import (
-    describe_setting,
-    is_setting_name,
-    setting_name,
-)
+from tandemkv.server.evaluation.grid import describe_setting, is_setting_name, setting_name
 from tandemkv.server.plan.pages import on_device
 
-from .report_file import ReportFile, read_quality_report
-from .summary import Row, Score
+from .bootstrap import Interval
+from .report import ReportFile, read_quality_report
+from .summary import Row, is_of_perplexity
 
-_FIGURE = re.compile(r"(?P<queued>queued_)?tpot_ms_(?P<name>.+)_(?P<point>\d+x\d+k?)")
 DENSE = "dense"
 
 
@@ -33,9 +29,7 @@ class Point(NamedTuple):
 
     setting: str
     step_ms: float
-    loss: float
-    low: float
-    high: float
+    loss: Interval
     is_best: bool = False
 
     @property
@@ -95,13 +89,12 @@ def pareto_view(found: Sequence[Pareto]) -> RenderableType:
     """Return, for a terminal, the settings that nothing beats, fastest first."""
     tables = []
     for item in found:
-        table = Table(title=f"{item.title}; steps of {item.step}", title_justify="left")
-        for column in ("nothing beats", "ms a step", f"loss, {item.unit}"):
-            table.add_column(column)
+        columns = ("nothing beats", "ms a step", f"loss, {item.unit}")
+        title = f"{item.title}; steps of {item.step}"
+        table = Table(*columns, title=title, title_justify="left")
         for point in item.points:
             if point.is_best:
-                loss = f"{point.loss:+.2f} ({point.low:+.2f} to {point.high:+.2f})"
-                table.add_row(point.label, f"{point.step_ms:.2f}", loss)
+                table.add_row(point.label, f"{point.step_ms:.2f}", point.loss.signed())
         tables.append(table)
     return Group(*tables)
 
@@ -109,14 +102,10 @@ def pareto_view(found: Sequence[Pareto]) -> RenderableType:
 def step_times(report: Report) -> dict[str, dict[str, float]]:
     """Return ms a step by batch and context, then by setting; queued steps where there are any."""
     found: dict[str, dict[str, float]] = {}
-    for wants_queued in (False, True):
-        for row in report.rows:
-            match = _FIGURE.fullmatch(row.figure)
-            if match is None or bool(match["queued"]) != wants_queued:
-                continue
-            setting = _setting_of(match["name"])
-            if setting is not None:
-                found.setdefault(match["point"], {})[setting] = row.value
+    for step in sorted(step_rows(report), key=lambda step: step.is_queued):
+        setting = _setting_of(step.name)
+        if setting is not None:
+            found.setdefault(step.point.label, {})[setting] = step.row.value
     return found
 
 
@@ -135,49 +124,38 @@ def _setting_of(configuration: str) -> str | None:
 
 
 def _of_task(
-    report: ReportFile,
-    rows: Mapping[str, Row],
-    task: str,
-    step: str,
-    times: Mapping[str, float],
+    report: ReportFile, rows: Mapping[str, Row], task: str, step: str, times: Mapping[str, float]
 ) -> Pareto | None:
     described: Mapping[str, Any] = report.described["tasks"][task]
     measure = described["measure"]
-    if measure not in ("perplexity", "long", "score"):
+    if measure != "score" and not is_of_perplexity(measure):
         return None
     points, missing = [], []
     for setting, row in rows.items():
-        score = row.scores.get(task)
-        loss = None if score is None else _loss(score, measure)
-        if loss is None:
+        gap = row.scores[task].gap if task in row.scores else None
+        if gap is None:
             continue
+        if measure == "score":  # lost points are a positive loss, and the interval turns round
+            gap = Interval(-100 * gap.mean, -100 * gap.high, -100 * gap.low)
         if setting in times:
-            points.append(Point(setting, times[setting], *loss))
+            points.append(Point(setting, times[setting], gap))
         else:
             missing.append(setting)
     if not points:
         return None
     if DENSE in times:
-        points.append(Point(DENSE, times[DENSE], 0.0, 0.0, 0.0))
+        points.append(Point(DENSE, times[DENSE], Interval(0.0, 0.0, 0.0)))
     unit = "points" if measure == "score" else "% of perplexity"
     return Pareto(task, described["title"], step, unit, _marked(points), missing)
 
 
-def _loss(score: Score, measure: str) -> tuple[float, float, float] | None:
-    if score.change is None or score.change_low is None or score.change_high is None:
-        return None
-    if measure == "score":  # lost points are a positive loss, and the interval turns round
-        return (-100 * score.change, -100 * score.change_high, -100 * score.change_low)
-    return score.change, score.change_low, score.change_high
-
-
 def _marked(points: Sequence[Point]) -> list[Point]:
     """Mark what nothing else beats: no other is as fast and loses as little."""
-    ordered = sorted(points, key=lambda point: (point.step_ms, point.loss))
+    ordered = sorted(points, key=lambda point: (point.step_ms, point.loss.mean))
     least = float("inf")
     found = []
     for point in ordered:
-        is_best = point.loss < least
-        least = min(least, point.loss)
+        is_best = point.loss.mean < least
+        least = min(least, point.loss.mean)
         found.append(point._replace(is_best=is_best))
     return found

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.drawing import drawing, handles_by_label, save
 
 from .pareto import DENSE, Pareto, Point
 
-_STYLE = {"svg.hashsalt": "tandemkv", "svg.fonttype": "none", "font.size": 9.0}
 _END = "#333333"
 _COLOURS = ("#4aa3c7", "#0b6e99", "#3a7d44", "#c44900", "#7b4b94", "#8c6d1f")
 _SHAPES = "ov^Ds*P"
@@ -31,23 +30,18 @@ class _Look(NamedTuple):
     name: str
 
 
-def draw_pareto(found: Sequence[Pareto], stem: Path) -> list[Path]:
+def draw_pareto(found: Sequence[Pareto], stem: Path) -> tuple[Path, Path]:
     """Draw as `stem`.svg and .png: rows are tasks, columns batches of contexts.
 
     `found` is not empty; `stem` is a path without suffix. Raises `SettingsError` if matplotlib is
     not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingsError("plotting needs matplotlib: pip install 'tandemkv[quality]'") from error
     tasks = list(dict.fromkeys(item.task for item in found))
     steps = list(dict.fromkeys(item.step for item in found))
     looks = _looks(found)
-    with mpl.rc_context(_STYLE):
+    with drawing("quality") as new_figure:
         size = (5.2 * len(steps) + 0.4, 3.8 * len(tasks) + 1.0)
-        figure = Figure(figsize=size, layout="constrained")
+        figure = new_figure(figsize=size, layout="constrained")
         axes = figure.subplots(len(tasks), len(steps), squeeze=False)
         for axis in axes.flat:
             axis.set_visible(False)
@@ -55,20 +49,13 @@ def draw_pareto(found: Sequence[Pareto], stem: Path) -> list[Path]:
             axis = axes[tasks.index(item.task)][steps.index(item.step)]
             axis.set_visible(True)
             _draw_panel(axis, item, looks)
-        handles: dict[str, Any] = {}
-        for axis in axes.flat:
-            drawn, labels = axis.get_legend_handles_labels()
-            handles |= dict(zip(labels, drawn, strict=True))
-        order = [look.name for look in looks.values() if look.name in handles]
+        handles = handles_by_label(axes.flat)
+        names = dict.fromkeys(look.name for look in looks.values() if look.name in handles)
         figure.legend(
-            [handles[name] for name in dict.fromkeys(order)], list(dict.fromkeys(order)),
+            [handles[name] for name in names], list(names),
             loc="outside lower center", ncols=2 * len(steps), frameon=False, fontsize=8,
         )  # fmt: skip
-        paths = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], metadata={"Date": None})
-        figure.savefig(paths[1], dpi=160)
-    return paths
+        return save(figure, stem)
 
 
 def _looks(found: Sequence[Pareto]) -> dict[str, _Look]:
@@ -107,14 +94,14 @@ def _rest_of(setting: str) -> str:
 def _draw_panel(axis: Any, item: Pareto, looks: Mapping[str, _Look]) -> None:
     best = [point for point in item.points if point.is_best]
     axis.step(
-        [point.step_ms for point in best], [point.loss for point in best],
+        [point.step_ms for point in best], [point.loss.mean for point in best],
         where="post", color="0.75", linewidth=1.0, zorder=1,
     )  # fmt: skip
     for point in item.points:
-        look = looks[point.setting]
+        look, loss = looks[point.setting], point.loss
         axis.errorbar(
-            point.step_ms, point.loss,
-            yerr=[[max(0.0, point.loss - point.low)], [max(0.0, point.high - point.loss)]],
+            point.step_ms, loss.mean,
+            yerr=[[max(0.0, loss.mean - loss.low)], [max(0.0, loss.high - loss.mean)]],
             color=look.colour, marker=look.marker, label=look.name, linestyle="none",
             markersize=5.5, capsize=2, elinewidth=0.7, zorder=2,
             markerfacecolor=look.colour if point.is_best else "white",
@@ -134,7 +121,7 @@ def _draw_panel(axis: Any, item: Pareto, looks: Mapping[str, _Look]) -> None:
 
 
 def _within(tick: float, points: Sequence[Point]) -> bool:
-    low, high = min(p.low for p in points), max(p.high for p in points)
+    low, high = min(p.loss.low for p in points), max(p.loss.high for p in points)
     return min(low, 0.0) - 0.5 <= tick <= high * 1.2 + 0.5
 
 
@@ -143,13 +130,13 @@ def _label(axis: Any, points: Sequence[Point]) -> None:
     to_axes = axis.transAxes.inverted()
     taken: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda p: not _is_end(p.setting)):
-        x, y = to_axes.transform(axis.transData.transform((point.step_ms, point.loss)))
+        x, y = to_axes.transform(axis.transData.transform((point.step_ms, point.loss.mean)))
         if any(abs(x - a) < 2 * _NEAR and abs(y - b) < _NEAR for a, b in taken):
             continue
         taken.append((x, y))
         text = point.label if _is_end(point.setting) else ", ".join(point.label.split(", ")[:3])
         axis.annotate(
-            text, (point.step_ms, point.loss), xytext=(6, 5), textcoords="offset points",
+            text, (point.step_ms, point.loss.mean), xytext=(6, 5), textcoords="offset points",
             fontsize=7, ha="right" if x > 0.8 else "left",
             bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.6},
         )  # fmt: skip

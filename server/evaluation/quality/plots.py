@@ -7,7 +7,9 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .summary import Row, Score
+from tandemkv.server.evaluation.drawing import drawing, save_svg
+
+from .summary import Row, is_of_perplexity
 
 _AXES = {
     "score": "score",
@@ -16,7 +18,6 @@ _AXES = {
     "mass": "attention mass",
     "long": "change of perplexity, %",
 }
-_OF_PERPLEXITY = ("perplexity", "long")
 _LONG_LABEL = 45
 _NUM_COLOURS, _MARKERS = 10, "os^Dv*"  # another marker where the colours begin anew
 
@@ -24,22 +25,17 @@ _NUM_COLOURS, _MARKERS = 10, "os^Dv*"  # another marker where the colours begin 
 def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
     """Return an SVG document a task that has points to draw, by task name.
 
-    Raises `ImportError` if matplotlib is not installed.
+    Raises `SettingsError` if matplotlib is not installed.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     found = {}
-    # No dates and no random ids: equal results give equal files.
-    style = {"svg.hashsalt": "tandemkv", "svg.fonttype": "none", "font.size": 9.0}
-    with matplotlib.rc_context(style):
+    with drawing("quality") as new_figure:
         for name, task in described["tasks"].items():
             lines = _lines(rows, name, task["measure"])
             if not lines:
                 continue
             num_columns = 2 if max(map(len, lines)) <= _LONG_LABEL else 1
             height = 3.6 + 0.17 * -(-(len(lines) + 1) // num_columns)
-            figure = Figure(figsize=(7.0, height), layout="constrained")
+            figure = new_figure(figsize=(7.0, height), layout="constrained")
             axes = figure.subplots()
             for i, (label, points) in enumerate(lines.items()):
                 shares, values, below, above = zip(*points, strict=True)
@@ -59,7 +55,7 @@ def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
             axes.grid(color="0.9", linewidth=0.6)
             figure.legend(fontsize=7.5, loc="outside lower left", ncols=num_columns)
             buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", metadata={"Date": None})
+            save_svg(figure, buffer)
             found[name] = buffer.getvalue()
     return found
 
@@ -74,25 +70,14 @@ def _lines(rows: Sequence[Row], name: str, measure: str) -> dict[str, list[_Poin
         score = row.scores.get(name)
         if score is None or row.attended_tokens is None or score.attended_share is None:
             continue  # what attends to everything is the dotted line
-        value, low, high = _figures(score, measure)
+        value, low, high = score.gap if is_of_perplexity(measure) and score.gap else score.interval
         point = (100 * score.attended_share, value, max(0.0, value - low), max(0.0, high - value))
         lines.setdefault(row.label, []).append(point)
     return {label: sorted(points) for label, points in lines.items()}
-
-
-def _figures(score: Score, measure: str) -> tuple[float, float, float]:
-    if (
-        measure in _OF_PERPLEXITY
-        and score.change is not None
-        and score.change_low is not None
-        and score.change_high is not None
-    ):
-        return score.change, score.change_low, score.change_high
-    return score.value, score.low, score.high
 
 
 def _dense(rows: Sequence[Row], name: str, measure: str) -> float | None:
     score = next((r.scores[name] for r in rows if r.system == "sglang" and name in r.scores), None)
     if score is None:
         return None
-    return 0.0 if measure in _OF_PERPLEXITY else score.value
+    return 0.0 if is_of_perplexity(measure) else score.value

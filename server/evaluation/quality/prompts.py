@@ -51,15 +51,13 @@ class Prompts:
             seed=request.seed,
             max_new_tokens=request.max_new_tokens,
         )
-        samples = {}
+        samples, described = {}, {}
         for task in tasks:
             note(f"samples of {task.name}")
-            samples[task.name] = task.samples(inputs)
-        return cls(
-            samples,
-            {task.name: describe_task(request, task, samples[task.name]) for task in tasks},
-            {"corpus": corpus.describe(), "corpus_absent": list(corpus.absent)},
-        )
+            samples[task.name] = found = task.samples(inputs)
+            described[task.name] = describe_task(request, task, found)
+        about = {"corpus": corpus.describe(), "corpus_absent": list(corpus.absent)}
+        return cls(samples, described, about)
 
     @classmethod
     def kept(cls, folder: Path, tasks: Sequence[str], model: str) -> Self:
@@ -108,7 +106,7 @@ def describe_task(request: Request, task: Task, samples: Sequence[Sample]) -> di
         "samples": len(samples),
         "samples_digest": samples_digest(samples),
         "context_tokens": task.context_tokens or request.contexts[0],
-        "forced_tokens": task.num_forced(request.forced_tokens, request.long_tokens),
+        "forced_tokens": request.long_tokens if task.measure == "long" else request.forced_tokens,
         "seed": request.seed,
         "prompt_style": request.prompt_style,
         "longest_tokens": max(sample.num_tokens for sample in samples),

@@ -19,17 +19,12 @@ _Series = list[NDArray[np.float64]]
 def by_quarter(
     answers: Sequence[Answer], pairs: Sequence[tuple[Answer, Answer]]
 ) -> dict[str, float]:
-    """Return figures of each quarter of the forced tokens.
+    """Return figures of each quarter of the forced tokens: ``perplexity_1`` to ``perplexity_4``.
 
     Each of `answers` has `nll`; `pairs`, with dense's answers to the same samples, may be empty.
-
-    Returns
-    -------
-    dict
-        ``perplexity_1`` to ``perplexity_4``. With pairs also ``change_N`` with ``_low`` and
-        ``_high`` (per cent against dense), ``agreement_N`` (share of tokens whose likeliest is
-        dense's), and ``growth`` with ``_low`` and ``_high``: change of the last quarter less that
-        of the first, in per cent of perplexity.
+    With pairs also ``change_N`` with ``_low`` and ``_high`` (per cent against dense),
+    ``agreement_N`` (share of tokens whose likeliest is dense's), and ``growth`` with ``_low`` and
+    ``_high``: change of the last quarter less that of the first, in per cent of perplexity.
     """
     found = {
         f"perplexity_{i}": float(np.exp(block_interval(part).mean))

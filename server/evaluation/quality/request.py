@@ -31,8 +31,7 @@ class Request:
         option("Measure what `tandemkv serve MODEL` would choose on this machine.", "--as-served"),
     ] = False
     grid: Annotated[
-        Path | None,
-        option("YAML of settings to measure; the rest is as served.", metavar="FILE"),
+        Path | None, option("YAML of settings to measure; the rest is as served.", metavar="FILE")
     ] = None
     policies: Annotated[
         str | None,

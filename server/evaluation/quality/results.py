@@ -73,9 +73,8 @@ class TaskResult(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def write_configuration(folder: Path, configuration: Configuration) -> None:
     """Write what the results in `folder` belong to."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIGURATION_FILE).write_bytes(
-        msgspec.json.format(msgspec.json.encode(configuration), indent=1)
-    )
+    text = msgspec.json.format(msgspec.json.encode(configuration), indent=1)
+    (folder / CONFIGURATION_FILE).write_bytes(text)
 
 
 def with_measured(folder: Path, configuration: Configuration) -> Configuration:
@@ -84,13 +83,11 @@ def with_measured(folder: Path, configuration: Configuration) -> Configuration:
     if not configuration.is_open or not path.is_file():
         return configuration
     try:
-        earlier = msgspec.json.decode(path.read_bytes(), type=Configuration)
+        earlier = msgspec.json.decode(path.read_bytes(), type=Configuration).resolved
     except msgspec.DecodeError:
         return configuration  # of another version, and about to be replaced
-    if MEASURED not in earlier.resolved:
-        return configuration
-    resolved = {**configuration.resolved, MEASURED: earlier.resolved[MEASURED]}
-    return msgspec.structs.replace(configuration, resolved=resolved)
+    kept = {MEASURED: earlier[MEASURED]} if MEASURED in earlier else {}
+    return msgspec.structs.replace(configuration, resolved=configuration.resolved | kept)
 
 
 def write_result(folder: Path, result: TaskResult) -> None:
@@ -129,9 +126,9 @@ def read_runs(runs: Path) -> list[tuple[Configuration, dict[str, TaskResult]]]:
             configuration = msgspec.json.decode(path.read_bytes(), type=Configuration)
         except msgspec.DecodeError as error:
             raise SettingsError(f"{path}: not a configuration of this version ({error})") from error
-        names = sorted(p.stem for p in path.parent.glob("*.json") if p.name != CONFIGURATION_FILE)
-        results = {name: read_result(path.parent, name) for name in names}
-        found.append((configuration, {k: v for k, v in results.items() if v is not None}))
+        names = sorted(p.stem for p in path.parent.glob("*.json") if p != path)
+        results = ((name, read_result(path.parent, name)) for name in names)
+        found.append((configuration, {name: each for name, each in results if each is not None}))
     if not found:
         raise SettingsError(f"{runs}: no results there; run `tandemkv quality` with this --out")
     return sorted(found, key=lambda item: (not item[0].is_dense, item[0].system != "tandemkv"))

@@ -44,20 +44,16 @@ from .servers import (
 )
 from .tasks.base import Task
 
+_Results = dict[str, TaskResult]
 _Continuations = dict[str, dict[str, list[int]]]
 
 
 def run(campaign: Campaign, console: Console, *, jobs: int) -> None:
     """Measure what is not measured yet.
 
-    `jobs` servers run at once; each uses two or three processes of one thread on cpu.
-
-    Raises
-    ------
-    MeasurementError
-        After everything else has ended, naming the configurations that failed.
-    KeyboardInterrupt
-        When the user stops, by Ctrl-C or SIGTERM; what is finished is kept.
+    `jobs` servers run at once; each uses two or three processes of one thread on cpu. Raises
+    `MeasurementError` after everything else has ended, naming the configurations that failed;
+    `KeyboardInterrupt` when the user stops, by Ctrl-C or SIGTERM: what is finished is kept.
     """
     asked = [
         sample
@@ -106,10 +102,8 @@ class _Run:
     def __init__(
         self, campaign: Campaign, console: Console, progress: Progress, bar: TaskID
     ) -> None:
-        self._campaign = campaign
-        self._console = console
-        self._progress = progress
-        self._bar = bar
+        self._campaign, self._console = campaign, console
+        self._progress, self._bar = progress, bar
         self._answers, self._lock = 0, threading.Lock()
         self._stop = threading.Event()
         self._dense: Future[_Continuations] = Future()
@@ -158,7 +152,7 @@ class _Run:
         tasks = [task for task in campaign.tasks if campaign.applies(configuration, task)]
         # What waits for dense comes last.
         tasks.sort(key=lambda task: task.measure == "agreement" and not configuration.is_dense)
-        done: dict[str, TaskResult] = {}
+        done: _Results = {}
         for task in tasks:
             kept = read_result(folder, task.name)
             if kept is not None and kept.digest == campaign.digest_of(configuration, task.name):
@@ -167,13 +161,12 @@ class _Run:
             elif kept is not None:
                 self._say(configuration, task, "kept result is of another setting, measured again")
         pending = [task for task in tasks if task.name not in done]
-        plain = [task for task in pending if task.measure != "mass"]
-        probing = [task for task in pending if task.measure == "mass"]
         errors: list[str] = []
-        for group in (plain, probing):
+        for probes in (False, True):
+            group = [task for task in pending if (task.measure == "mass") is probes]
             try:
                 if group:
-                    self._on_one_server(configuration, group, done, probes=group is probing)
+                    self._on_one_server(configuration, group, done, probes=probes)
             except StoppedError:
                 raise
             except MeasurementError as error:
@@ -184,12 +177,7 @@ class _Run:
             raise MeasurementError("; ".join(errors))
 
     def _on_one_server(
-        self,
-        configuration: Configuration,
-        tasks: Sequence[Task],
-        done: dict[str, TaskResult],
-        *,
-        probes: bool,
+        self, configuration: Configuration, tasks: Sequence[Task], done: _Results, *, probes: bool
     ) -> None:
         """Add to `done` what can be measured; raise for the rest while the server's logs exist."""
         if self._stop.is_set():
@@ -243,37 +231,34 @@ class _Run:
         self._say(configuration, task, f"{result.seconds:.0f} s")
         return result
 
-    @contextlib.contextmanager
-    def _server(self, configuration: Configuration, *, probes: bool) -> Iterator[RunningServer]:
+    def _server(
+        self, configuration: Configuration, *, probes: bool
+    ) -> contextlib.AbstractContextManager[RunningServer]:
         campaign = self._campaign
         settings = campaign.settings_of(configuration)
-        if configuration.system == "sglang":
-            with stock_server(
-                settings,
-                model_dir=campaign.model_dir,
-                device=campaign.device,
-                dtype=campaign.dtype,
-                more_args=campaign.request.dense_argv,
-                stop=self._stop,
-            ) as server:
-                yield server
-        else:
-            with tandem_server(settings, self._stop, probes=probes) as server:
-                yield server
+        if configuration.system != "sglang":
+            return tandem_server(settings, self._stop, probes=probes)
+        return stock_server(
+            settings,
+            model_dir=campaign.model_dir,
+            device=campaign.device,
+            dtype=campaign.dtype,
+            more_args=campaign.request.dense_argv,
+            stop=self._stop,
+        )
 
     def _advance(self, samples: Sequence[Sample]) -> None:
         with self._lock:
             self._answers += len(samples)
-            self._progress.update(
-                self._bar, advance=sum(map(work_of, samples)), answers=self._answers
-            )
+            work = sum(map(work_of, samples))
+            self._progress.update(self._bar, advance=work, answers=self._answers)
 
     def _say(self, configuration: Configuration, task: Task, text: str) -> None:
         line = f"{configuration.slug}  {task.name}  {text}"
         self._console.print(line, markup=False, soft_wrap=True)
 
 
-def _continuations(results: dict[str, TaskResult]) -> _Continuations:
+def _continuations(results: _Results) -> _Continuations:
     return {
         name: {answer.name: answer.tokens for answer in result.answers if answer.tokens}
         for name, result in results.items()

@@ -17,42 +17,30 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One question.
-
-    Attributes
-    ----------
-    name : str
-        Unique within its task.
-    mode : str
-        ``generate``: decode greedily and score the text. ``follow_up``: the same, in a second
-        request that repeats the context of a first one. ``force``: decode `forced_ids` and take
-        their log-likelihood. ``continue``: decode what dense continues with, and compare.
-        ``probe``: as ``force``, with the attention measured.
-    context_ids, question_ids : list of int
-        The prompt is the one followed by the other. A compression that does not see the question
-        gets the context alone.
-    late_question : bool
-        The question is decoded token by token after the context, instead of prefilled with it.
-    forced_ids : list of int
-        Tokens to decode, for ``force`` and ``probe``.
-    num_new_tokens : int
-        Tokens to decode after the prompt.
-    answers : list of str
-        References, for `scorer`, a key of `tandemkv.server.evaluation.quality.scorers.SCORERS`.
-    notes : dict
-        What the report may want: depth, text, length.
-    """
+    """One question."""
 
     name: str
+    """Unique within its task."""
     mode: Literal["generate", "follow_up", "force", "continue", "probe"]
+    """``generate``: decode greedily and score the text. ``follow_up``: the same, in a second
+    request that repeats the context of a first one. ``force``: decode `forced_ids` and take their
+    log-likelihood. ``continue``: decode what dense continues with, and compare. ``probe``: as
+    ``force``, with the attention measured."""
     context_ids: list[int]
     num_new_tokens: int
+    """Tokens to decode after the prompt."""
     question_ids: list[int] = []
+    """The prompt is the context followed by the question. A compression that does not see the
+    question gets the context alone."""
     late_question: bool = False
+    """The question is decoded token by token after the context, instead of prefilled with it."""
     forced_ids: list[int] = []
+    """Tokens to decode, for ``force`` and ``probe``."""
     answers: list[str] = []
     scorer: str = ""
+    """References, for a key of `tandemkv.server.evaluation.quality.scorers.SCORERS`."""
     notes: dict[str, str | int | float] = {}
+    """What the report may want: depth, text, length."""
 
     @property
     def prompt_ids(self) -> list[int]:

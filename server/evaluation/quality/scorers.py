@@ -50,17 +50,17 @@ def class_match(answer: str, references: Sequence[str]) -> float:
 
     Deviation: LongBench divides by the number of class names that occur in the answer.
     """
-    return string_match_part(answer.lstrip("\n").split("\n")[0], references)
+    return string_match_part(_first_line(answer), references)
 
 
 def first_line_f1(answer: str, references: Sequence[str]) -> float:
     """`qa_f1` of the first line (LongBench's few-shot ``triviaqa``)."""
-    return qa_f1(answer.lstrip("\n").split("\n")[0], references)
+    return qa_f1(_first_line(answer), references)
 
 
 def first_line_rouge_l(answer: str, references: Sequence[str]) -> float:
     """`rouge_l` of the first line (LongBench's few-shot ``samsum``)."""
-    return rouge_l(answer.lstrip("\n").split("\n")[0], references)
+    return rouge_l(_first_line(answer), references)
 
 
 def number_share(answer: str, references: Sequence[str]) -> float:
@@ -83,18 +83,14 @@ def final_number(answer: str, references: Sequence[str]) -> float:
 SCORERS: dict[str, Scorer] = {
     scorer.__name__: scorer
     for scorer in (
-        string_match_all,
-        string_match_part,
-        qa_f1,
-        rouge_l,
-        code_similarity,
-        class_match,
-        first_line_f1,
-        first_line_rouge_l,
-        number_share,
-        final_number,
+        string_match_all, string_match_part, qa_f1, rouge_l, code_similarity, class_match,
+        first_line_f1, first_line_rouge_l, number_share, final_number,
     )
-}
+}  # fmt: skip
+
+
+def _first_line(answer: str) -> str:
+    return answer.lstrip("\n").split("\n")[0]
 
 
 def _normalise(text: str) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ import msgspec
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
-from tandemkv.server.evaluation.grid import read_grid
-from tandemkv.server.evaluation.setting_name import describe_setting, setting_name
+from tandemkv.server.evaluation.grid import describe_setting, read_grid, setting_name
 from tandemkv.server.plan.placement_choice import resolve_placement
 from tandemkv.server.settings.launch_settings import ServeSettings
-from tandemkv.server.settings.sources import Sourced, load_settings
 
-from .configurations import Configuration, Setting
+from .configurations import Configuration, Setting, exact_among, knows_question
 
 AS_SERVED = "as served"
 """Budget of the configuration that `serve` chooses."""
@@ -36,26 +33,8 @@ def resolver(spec: ModelSpec, model_dir: Path, device: str) -> Resolve:
     return resolve
 
 
-def served_settings(given: Mapping[str, Sourced], config: Path | None) -> ServeSettings:
-    """Return what ``tandemkv serve`` would load: flags, its environment variables, its file.
-
-    `given` are model, device, dtype, and what ``--set`` was given, by dotted name. Raises
-    `SettingsError` if they are no settings.
-    """
-    evaluation = {"evaluation": Sourced(True, "tandemkv quality")}
-    return load_settings({**given, **evaluation}, os.environ, config)
-
-
-def as_served(settings: ServeSettings, num_layers: int, resolve: Resolve) -> Configuration:
-    """Return the configuration that leaves everything to `serve` that `settings` leave open.
-
-    Raises `SettingsError` as `serve` would refuse.
-    """
-    return _open_configuration(resolve(settings), AS_SERVED, {}, num_layers)
-
-
 def grid_configurations(
-    path: Path, base: ServeSettings, *, device: str, num_layers: int, resolve: Resolve
+    path: Path, base: ServeSettings, device: str, num_layers: int, resolve: Resolve
 ) -> list[Configuration]:
     """Return a configuration for each setting of a grid, named by its settings.
 
@@ -64,10 +43,9 @@ def grid_configurations(
     own = base.selection.model_dump(exclude_unset=True, exclude={"declared"})
     found: dict[str, Configuration] = {}
     for values in read_grid(path, device, own).values():
-        selection = with_open_selection(base, values)
-        resolved = resolve(selection)
+        resolved = resolve(with_open_selection(base, values))
         name = describe_setting(setting_name(resolved.selection))
-        found[name] = _open_configuration(resolved, name, values, num_layers)
+        found[name] = open_configuration(resolved, name, values, num_layers)
     return list(found.values())
 
 
@@ -79,27 +57,24 @@ def with_open_selection(base: ServeSettings, values: Mapping[str, Any]) -> Serve
     return base.model_copy(update={"selection": resolve_selection({**own, **values})})
 
 
-def _open_configuration(
+def open_configuration(
     resolved: ServeSettings, budget: str, values: Mapping[str, Any], num_layers: int
 ) -> Configuration:
+    """Return the configuration that leaves everything to `serve` but `values`.
+
+    `resolved` are the settings as `serve` decides them.
+    """
     selection = resolved.selection
-    capabilities = find_policy(selection.policy).capabilities
-    if capabilities.all_exact:
-        attended, exact = None, list(range(num_layers))
-    else:
-        attended = selection.row_tokens
-        exact = sorted(set(selection.exact_layer_ids) & set(range(num_layers)))
+    all_exact = find_policy(selection.policy).capabilities.all_exact
     return Configuration(
         system="tandemkv",
         policy=selection.policy,
         budget=budget,
-        attended_tokens=attended,
+        attended_tokens=None if all_exact else selection.row_tokens,
         num_layers=num_layers,
-        exact_layers=exact,
+        exact_layers=list(range(num_layers)) if all_exact else exact_among(selection, num_layers),
         selection=msgspec.to_builtins(dict(values)),
-        sees_question="chosen anew in decode"
-        if capabilities.selects
-        else "no: by position, whatever is asked",
+        sees_question=knows_question(selection.policy),
         is_open=True,
         resolved=named(resolved),
     )
@@ -133,17 +108,13 @@ def named(settings: ServeSettings) -> dict[str, Setting]:
         "pool_before": selection.pool_before,
         "pool_after": selection.pool_after,
         "share_layers": selection.share_layers,
-        "options": {key: _text(value) for key, value in selection.options.items()},
+        "options": msgspec.to_builtins(dict(selection.options)),
         "link": placement.link,
         "tensor_parallel": settings.tensor_parallel,
         "max_running_requests": settings.max_running_requests,
         "capacity_tokens": settings.cache.capacity_tokens,
         "kv_dtype": settings.cache.kv_dtype,
     }
-
-
-def _text(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -12,7 +12,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ _TICK_S = 0.25
 _REQUEST_TIMEOUT_S = 7200.0
 _FLUSH_TIMEOUT_S = 30.0
 _TAIL_LINES = 25
+_NOT_EMPTIED = "the prefix cache cannot be emptied"
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -84,19 +86,17 @@ class RunningServer:
         is running.
         """
         deadline = time.monotonic() + _FLUSH_TIMEOUT_S
-        failure: type[MeasurementError]
         request = urllib.request.Request(f"{self.url}/flush_cache", b"", method="POST")
         while True:
-            failure = MeasurementError
             try:
                 with _OPENER.open(request, timeout=_FLUSH_TIMEOUT_S):
                     return
             except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}"
+                failure = MeasurementError(f"{_NOT_EMPTIED}: HTTP {error.code}")
             except (OSError, http.client.HTTPException) as error:
-                reason, failure = str(error), NoAnswerError
+                failure = NoAnswerError(f"{_NOT_EMPTIED}: {error}")
             if time.monotonic() > deadline:
-                raise failure(f"the prefix cache cannot be emptied: {reason}")
+                raise failure
             time.sleep(_TICK_S)
 
     def start_plan(self) -> dict[str, float]:
@@ -117,17 +117,14 @@ class RunningServer:
         inference = status["inference_rank"]
         # An engine in its process reports with the inference rank.
         ranks = {"inference": [inference], "cache": status["cache_ranks"] or [inference]}
-        found: dict[str, float] = {}
-        for rank, reports in ranks.items():
-            for report in reports:
-                if "values" not in report:
-                    raise MeasurementError(
-                        f"{rank} rank reports no counters: {report.get('error')}"
-                    )
-                for name, value in report["values"].items():
-                    if name.endswith("_total"):
-                        found[f"{rank}.{name}"] = found.get(f"{rank}.{name}", 0.0) + value
-        return found
+        found: dict[str, float] = defaultdict(float)
+        for rank, report in ((rank, report) for rank, some in ranks.items() for report in some):
+            if "values" not in report:
+                raise MeasurementError(f"{rank} rank reports no counters: {report.get('error')}")
+            for name, value in report["values"].items():
+                if name.endswith("_total"):
+                    found[f"{rank}.{name}"] += value
+        return dict(found)
 
 
 @contextlib.contextmanager
@@ -150,10 +147,7 @@ def tandem_server(
         env = _environment(settings.device) | dict(environ or {})
         if probe_file is not None:
             env[PROBE_VARIABLE] = str(probe_file)
-        argv = (
-            *(*SERVER, "serve", settings.model),
-            *("--config", str(config)),
-        )
+        argv = (*SERVER, "serve", settings.model, "--config", str(config))
         server = RunningServer(f"http://{_HOST}:{port}", is_stock=False, probe_file=probe_file)
         spec = ChildSpec(name="tandemkv serve", argv=argv, env=env, log_path=work / "serve.log")
         detail = partial(_ready, run_dir=work / "run")
@@ -179,18 +173,14 @@ def stock_server(
         settings = settings.model_copy(update={"cache_ranks": 0})
     with _folder() as work:
         port = choose_port(_HOST, 0)
-        argv = list(
-            sglang_argv(settings, model_dir=model_dir, device=device, dtype=dtype, port=port)
-        )
-        at = argv.index("--attention-backend")
+        given = sglang_argv(settings, model_dir=model_dir, device=device, dtype=dtype, port=port)
+        at = given.index("--attention-backend")
         # On a GPU stock SGLang chooses its own.
-        argv[at : at + 2] = ["--attention-backend", "torch_native"] if device == "cpu" else []
-        argv += more_args
+        backend = ("--attention-backend", "torch_native") if device == "cpu" else ()
+        argv = (*given[:at], *backend, *given[at + 2 :], *more_args)
         server = RunningServer(f"http://{_HOST}:{port}", is_stock=True)
         env = _environment(device) | {"SGLANG_PLUGINS": "none"}
-        spec = ChildSpec(
-            name="stock SGLang", argv=tuple(argv), env=env, log_path=work / "sglang.log"
-        )
+        spec = ChildSpec(name="stock SGLang", argv=argv, env=env, log_path=work / "sglang.log")
         with _running(spec, server, settings.start_timeout_s, stop, _healthy):
             yield server
 
@@ -202,10 +192,10 @@ def _folder() -> Iterator[Path]:
 
 
 def _environment(device: str) -> dict[str, str]:
-    on_cpu = device != "cuda"
-    env = common_env(os.environ, device="cpu" if on_cpu else "cuda") | {"HF_HUB_OFFLINE": "1"}
+    device = "cuda" if device == "cuda" else "cpu"
+    env = common_env(os.environ, device=device) | {"HF_HUB_OFFLINE": "1"}
     env.pop(PROBE_VARIABLE, None)
-    return env | ({"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {})
+    return env | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {})
 
 
 @contextlib.contextmanager
@@ -214,13 +204,12 @@ def _running(
     server: RunningServer,
     timeout_s: float,
     stop: threading.Event,
-    detail: Any,
+    detail: Callable[[RunningServer], str | None],
 ) -> Iterator[None]:
     def missing() -> str | None:
         if stop.is_set():
             raise StoppedError("stopped")
-        found: str | None = detail(server)
-        return found
+        return detail(server)
 
     child = ChildProcess(spec)
     child.start()

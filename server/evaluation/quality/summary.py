@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,13 +12,7 @@ import numpy as np
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-from .bootstrap import (
-    BLOCK_TOKENS,
-    Interval,
-    block_interval,
-    paired_interval,
-    score_interval,
-)
+from .bootstrap import BLOCK_TOKENS, Interval, block_interval, paired_interval, score_interval
 from .configurations import Configuration
 from .quarters import by_quarter
 from .results import Answer, TaskResult
@@ -26,6 +21,11 @@ _PROBE_EVERY = 8
 LAYER_GROUPS = 5
 """Groups of neighbouring layers whose recovered mass is told apart."""
 _GROUP_PREFIX = "layers "
+_OF_CONFIGURATION = (
+    *("system", "policy", "budget", "variant", "attended_tokens", "exact_layers"),
+    *("sees_question", "selection"),
+)
+"""Fields of a row that are those of its configuration."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Runs = Sequence[tuple[Configuration, Mapping[str, TaskResult]]]
@@ -50,6 +50,18 @@ class Score(msgspec.Struct, kw_only=True, omit_defaults=True):
     items: list[float] = []
     """A figure a sample, in their order: its score, the mean negative log-likelihood of its tokens,
     or the share of tokens that agree."""
+
+    @property
+    def interval(self) -> Interval:
+        """The figure itself."""
+        return Interval(self.value, self.low, self.high)
+
+    @property
+    def gap(self) -> Interval | None:
+        """The change against dense, if there is one."""
+        if self.change is None or self.change_low is None or self.change_high is None:
+            return None
+        return Interval(self.change, self.change_low, self.change_high)
 
 
 class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -96,15 +108,9 @@ def summarise(described: Mapping[str, Any], runs: Runs) -> Summary:
     tasks: Mapping[str, Mapping[str, Any]] = described["tasks"]
     left_out, kept = [], []
     for configuration, results in runs:
-        own = {}
-        for name in tasks:
-            result = results.get(name)
-            if result is None:
-                continue
-            if result.samples_digest == tasks[name]["samples_digest"]:
-                own[name] = result
-            else:
-                left_out.append(f"{configuration.slug}: {name}")
+        known = {name: results[name] for name in tasks if name in results}
+        own = {n: r for n, r in known.items() if r.samples_digest == tasks[n]["samples_digest"]}
+        left_out += [f"{configuration.slug}: {name}" for name in known if name not in own]
         kept.append((configuration, own))
     dense = next((results for configuration, results in kept if configuration.is_dense), {})
     row_bytes = 2 * described["head_dim"] * _ITEM_BYTES.get(described["dtype"], 4)
@@ -126,18 +132,10 @@ def _row(
     row_bytes: int,
 ) -> Row:
     moved = [r.fetched_rows_per_step for r in results.values() if r.fetched_rows_per_step]
-    mean_moved = float(np.mean(moved)) if moved else None
-    if mean_moved is None and configuration.system == "tandemkv":
-        mean_moved = 0.0
+    nothing = 0.0 if configuration.system == "tandemkv" else None
+    mean_moved = float(np.mean(moved)) if moved else nothing
     return Row(
-        system=configuration.system,
-        policy=configuration.policy,
-        budget=configuration.budget,
-        variant=configuration.variant,
-        attended_tokens=configuration.attended_tokens,
-        exact_layers=configuration.exact_layers,
-        sees_question=configuration.sees_question,
-        selection=dict(configuration.selection),
+        **{name: getattr(configuration, name) for name in _OF_CONFIGURATION},
         settings=dict(configuration.resolved),
         moved_rows=mean_moved,
         moved_kib=None if mean_moved is None else mean_moved * row_bytes / 1024,
@@ -149,19 +147,18 @@ def _row(
 
 
 class _Figures(NamedTuple):
-    """Value, change against dense, further figures, and one figure a sample."""
+    """Value, one figure a sample, change against dense, and further figures."""
 
     value: Interval
-    change: Interval | None
-    details: dict[str, float]
-    items: list[float]
+    items: Sequence[float]
+    change: Interval | None = None
+    details: Mapping[str, float] = MappingProxyType({})
 
 
 def _score(
     configuration: Configuration, result: TaskResult, dense: TaskResult | None, measure: str
 ) -> Score:
-    reference = None if configuration.is_dense or dense is None else dense
-    pairs = _pairs(result, reference)
+    pairs = _pairs(result, None if configuration.is_dense else dense)
     if measure == "mass":
         found = _mass(configuration, result)
     elif measure == "agreement":
@@ -169,20 +166,18 @@ def _score(
     elif measure == "score":
         found = _scored(result, pairs)
     else:
-        found = _perplexity(result, pairs)
-        if measure == "long":
-            found.details.update(by_quarter(result.answers, pairs))
-    value, change = found.value, found.change
+        found = _perplexity(result, pairs, with_quarters=measure == "long")
+    change = found.change
     return Score(
-        value=value.mean,
-        low=value.low,
-        high=value.high,
+        value=found.value.mean,
+        low=found.value.low,
+        high=found.value.high,
         samples=len(result.answers),
         change=change and change.mean,
         change_low=change and change.low,
         change_high=change and change.high,
         attended_share=_share(configuration, result),
-        details=found.details,
+        details=dict(found.details),
         items=[round(item, 5) for item in found.items],
     )
 
@@ -191,19 +186,23 @@ def _scored(result: TaskResult, pairs: Sequence[tuple[Answer, Answer]]) -> _Figu
     scores = [a.score or 0.0 for a in result.answers]
     change = None
     if pairs:
-        ours, theirs = zip(*((a.score or 0.0, b.score or 0.0) for a, b in pairs), strict=True)
-        change = paired_interval(ours, theirs)
-    return _Figures(score_interval(scores), change, {}, scores)
+        change = paired_interval(
+            [a.score or 0.0 for a, _ in pairs], [b.score or 0.0 for _, b in pairs]
+        )
+    return _Figures(score_interval(scores), scores, change)
 
 
-def _perplexity(result: TaskResult, pairs: Sequence[tuple[Answer, Answer]]) -> _Figures:
+def _perplexity(
+    result: TaskResult, pairs: Sequence[tuple[Answer, Answer]], *, with_quarters: bool
+) -> _Figures:
     nll = [a.nll or [] for a in result.answers]
     value = Interval(*np.exp(block_interval(nll)).tolist())
     change = None
     if pairs:
         gap = block_interval([np.subtract(a.nll or [], b.nll or []) for a, b in pairs])
         change = Interval(*(100 * np.expm1(gap)).tolist())
-    return _Figures(value, change, {}, [float(np.mean(values)) for values in nll])
+    details = by_quarter(result.answers, pairs) if with_quarters else {}
+    return _Figures(value, [float(np.mean(values)) for values in nll], change, details)
 
 
 def _agreement(result: TaskResult) -> _Figures:
@@ -213,7 +212,7 @@ def _agreement(result: TaskResult) -> _Figures:
         "without_difference": float(np.mean(list(map(all, agrees)))),
     }
     items = [float(np.mean(values)) for values in agrees]
-    return _Figures(block_interval(agrees), None, details, items)
+    return _Figures(block_interval(agrees), items, details=details)
 
 
 def _mass(configuration: Configuration, result: TaskResult) -> _Figures:
@@ -228,7 +227,12 @@ def _mass(configuration: Configuration, result: TaskResult) -> _Figures:
         "recall": float(np.mean(probes.recall)),
         "worst_layer": min(probes.mass_by_layer.values()),
     }
-    return _Figures(value, None, details | _by_group(probes.mass_by_layer), [])
+    return _Figures(value, [], details=details | _by_group(probes.mass_by_layer))
+
+
+def is_of_perplexity(measure: str) -> bool:
+    """Whether answers are summarised as perplexities, and changes in per cent of them."""
+    return measure in ("perplexity", "long")
 
 
 def is_group(detail: str) -> bool:

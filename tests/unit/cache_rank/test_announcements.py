@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
-from tandemkv.cache_rank.service.announcements import AnnouncementDelays
+from tandemkv.cache_rank.service.entry_runner import AnnouncementDelays
 
 
 def note(delays: AnnouncementDelays, seconds: float) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_world import DIM, HEADS, LAYERS, MODEL, World
+from msgspec import structs
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
@@ -19,7 +20,8 @@ from tandemkv.cache_rank.protocol.models.index_channels import (
     read_index_channels,
     write_index_channels,
 )
-from tandemkv.cache_rank.protocol.models.model_spec import part_for
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, part_for
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 KEPT = 6
@@ -98,12 +100,12 @@ def test_each_rank_reads_those_of_its_heads(tmp_path: Path) -> None:
     write_index_channels(tmp_path / "c", whole, channels, {})
     selection = SelectionSettings(index_channels=str(tmp_path / "c"))
     for tp_size, shards in ((1, 1), (2, 1), (2, 2), (1, 3)):
-        parts = []
+        parts, placement = [], Placement(tp_size=tp_size, head_shards=shards)
         for rank in range(tp_size * shards):
-            model, shard = part_for(whole, tp_size=tp_size, head_shards=shards, rank=rank)
+            model, shard = part_for(whole, placement, rank)
             parts.append(read_index_channels(selection, [2], shard.heads(model.num_kv_heads))[2])
         assert torch.equal(torch.cat(parts), channels[2])
-    shard = part_for(whole, tp_size=8, head_shards=1, rank=5)[1]
+    shard = part_for(whole, Placement(tp_size=8), 5)[1]
     assert shard.heads(1) == range(2, 3)  # two ranks have each head
 
 
@@ -113,7 +115,7 @@ def test_a_file_of_something_else_is_refused(path: str, tmp_path: Path) -> None:
     assert num_index_channels(selection) == KEPT
     assert num_index_channels(SelectionSettings()) is None
     with pytest.raises(SettingsError, match="num_kv_heads is 2, and 4 is served; make one with"):
-        check_index_channels(selection, replace_heads(4))
+        check_index_channels(selection, structs.replace(MODEL, num_kv_heads=4))
     with pytest.raises(SettingsError, match="rows, and those up to 3 are asked for"):
         read_index_channels(selection, [0], range(1, 3))
     with pytest.raises(SettingsError, match=r"index_channels=.*none: cannot be read"):
@@ -126,9 +128,7 @@ def test_a_file_of_something_else_is_refused(path: str, tmp_path: Path) -> None:
     assert indexed_layers(MODEL) == list(range(LAYERS))
 
 
-def replace_heads(count: int) -> object:
-    from msgspec import structs
-
+def replace_heads(count: int) -> ModelSpec:
     return structs.replace(MODEL, num_kv_heads=count, num_qo_heads=2 * count)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tandemkv.cache_rank.engine.lane_weights import LaneWeights
+from tandemkv.cache_rank.engine.lanes import LaneWeights
 from tandemkv.cache_rank.protocol.engine import EnginePools
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, flag_specs
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.service.polled_signals import PolledSignals

@@ -63,7 +63,6 @@ class Pumps:
             self._address,
             own_keys(keys, INFERENCE_RANK),
             public_key(keys, CACHE_RANK),
-            "127.0.0.2",
             rank=rank,
             homes=homes,
         )

@@ -24,10 +24,8 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
-from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
-from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.attention.sample_set import make_log_weights, zeros_on
-from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
+from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
+from tandemkv.inference_rank.attention.samples import StepSamples, zeros_on
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
@@ -179,8 +177,7 @@ class World:
         )  # fmt: skip
         self.backend = ResidentBackend(
             runner, Full(self.pool), self.link(runner), self.home, cache_device=CPU, is_far=own,
-            seed_window=self.selection.seed_window, dense=self.dense,
-            num_resident=self.num_resident, runtime=self.runtime,
+            selection=self.selection, dense=self.dense, runtime=self.runtime,
         )  # fmt: skip
         self.attend_to_sets = self.backend._sparse.attend
         self.backend._sparse.attend = self.attend_sparse  # type: ignore[method-assign]
@@ -196,21 +193,15 @@ class World:
 
     def make_home(self) -> ResidentHome:
         selection, pool, width = self.selection, self.pool, self.num_resident
-        sizes: dict[str, Any] = {"num_recent": RECENT, "max_batch": ROWS1 - 1}
-        whole, query = {"num_dense": self.dense.num_dense}, (QUERY_HEADS, DIM)
-        tables = {**sizes, **whole, "num_resident": width, "device": CPU}
+        tables: dict[str, Any] = {
+            "num_resident": width,
+            "num_recent": RECENT,
+            "num_dense": self.dense.num_dense,
+            "max_batch": ROWS1 - 1,
+            "device": CPU,
+        }
         if self.own:
-            resident, samples = ResidentSet(MODEL, selection, ROWS1 - 1, CPU), None
-            if resident.samples is not None:
-                samples = OwnSamples(
-                    resident.samples,
-                    num_sink=SINK,
-                    num_resident=width,
-                    query=query,
-                    **whole,
-                    **sizes,
-                )
-            return OwnSet(pool, RingTable(**tables), resident, samples)
+            return OwnSet(pool, RingTable(**tables), MODEL, selection, zeros_on(CPU))
         shape = (ROWS1, width, HEADS, DIM)
         sets = [
             (k[NUM_SLOTS:].view(shape), v[NUM_SLOTS:].view(shape))
@@ -218,9 +209,8 @@ class World:
         ]
         in_pool = None
         if selection.num_samples:
-            weights = make_log_weights(MODEL, selection, ROWS1 - 1, zeros_on(CPU))
-            in_pool = PoolSamples(pool, weights, num_sink=SINK, query=query, **sizes)
-        return PoolTail(pool, AttendTable(**tables, first_slot=NUM_SLOTS), sets, in_pool)
+            in_pool = StepSamples(pool, MODEL, selection, ROWS1 - 1, zeros_on(CPU))
+        return ResidentHome(pool, AttendTable(**tables, first_slot=NUM_SLOTS), sets, in_pool)
 
     # -- what SGLang does ----------------------------------------------------------------
 
@@ -400,7 +390,7 @@ class World:
         samples: Any = self.home.samples
         count = request.length - RECENT - SINK
         offsets, _ = sample_offsets(torch.tensor(count), samples.num_samples)
-        pool = samples._set.k[layer].flatten(0, 1) if self.own else self.pool.k[layer]
+        pool = samples.k[layer].flatten(0, 1) if self.own else self.pool.k[layer]
         for head, weight in enumerate(samples.log_weight[layer, request.row]):
             counted = weight > float("-inf")
             positions = offsets[counted] + SINK

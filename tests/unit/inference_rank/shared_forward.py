@@ -26,7 +26,8 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, StepLostError
-from tandemkv.inference_rank.links.kept_tensors import make_kept_tensors
+from tandemkv.inference_rank.links.connection import KEPT
+from tandemkv.inference_rank.links.kept_tensors import make_tensors
 from tandemkv.inference_rank.links.sharded import make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
 from tandemkv.inference_rank.links.signals import HostSignals
@@ -107,7 +108,7 @@ class Forward:
             is_apart=settings.placement.has_far_pool, num_sharing=settings.placement.head_shards,
             has_whole_pool=settings.placement.has_far_host,
         )  # fmt: skip
-        self.kept = make_kept_tensors(self.model, settings, self.sizes, self.homes, run_dir)
+        self.kept = make_tensors(KEPT, self.model, settings, self.sizes, self.homes, run_dir)
         self.pools = pools_of(self.kept, self.model, selection, self.sizes)
         self.counters = Counters()
         ranks = range(settings.placement.head_shards)
@@ -274,7 +275,7 @@ class Forward:
                             flags=RESIDENT if num_steps is not None else 0)
                 )  # fmt: skip
             connection.resume(tuple(rows))
-            if connection.await_finish(connection.step):
+            if all(part.await_finish(part.step) for part in connection.parts):
                 connection.confirm(connection.step)
                 if num_steps is not None:
                     assert connection.resumed_rows == (len(ROWS), 0)

@@ -23,10 +23,10 @@ from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet
-from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.links.layer_streams import LayerStreams
+from tandemkv.inference_rank.attention.samples import zeros_on
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.sglang import hooks
+from tandemkv.inference_rank.sglang.residual_hooks import put_stream
 from tandemkv.kernels import streams
 from tandemkv.kernels.step_flags import StepWait
 
@@ -86,7 +86,6 @@ def test_table_lists_the_set_and_the_latest_tokens(length: int, num_dense: int) 
 @given(prompt=st.integers(1, 50), steps=st.integers(1, 14), keeps_sink=st.booleans())
 def test_own_set_holds_what_the_table_lists(prompt: int, steps: int, keeps_sink: bool) -> None:
     """After a prefill and some decode steps every listed slot holds the token it stands for."""
-    resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
     lengths = DenseLengths.of(SELECTION, NUM_RESIDENT)
     pool = torch.arange(NUM_SLOTS, dtype=torch.float32)[:, None, None].expand(-1, 1, 4).clone()
     far = SimpleNamespace(
@@ -99,11 +98,11 @@ def test_own_set_holds_what_the_table_lists(prompt: int, steps: int, keeps_sink:
         max_batch=3,
         device=CPU,
     )
-    home = OwnSet(far, table, resident, keeps_sink=keeps_sink)
+    home = OwnSet(far, table, MODEL, SELECTION, zeros_on(CPU), keeps_sink=keeps_sink)
     slots, row = slot_table(), 1
     home.fill(0, row, slots[row, :prompt])
     if prompt > lengths.num_dense and not keeps_sink:  # as the cache rank would: R tokens
-        resident.k[0, row, :NUM_RESIDENT] = pool[slots[row, :NUM_RESIDENT].long()]
+        home.sets[0][0][row, :NUM_RESIDENT] = pool[slots[row, :NUM_RESIDENT].long()]
     for length in range(prompt + 1, min(CONTEXT, prompt + steps) + 1):
         table.load(torch.tensor([row]), torch.tensor([length]), slots, lengths.num_dense)
         newest = pool[slots[row, length - 1].long()][None]
@@ -136,28 +135,27 @@ def test_a_set_that_an_engine_fills_takes_no_launches_for_a_sink(prompt: int) ->
     """It is filled in each layer of each prompt."""
     found = {}
     for keeps_sink in (False, True):
-        resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
         pool = torch.zeros(NUM_SLOTS, 1, 4)
         far = SimpleNamespace(get_kv_buffer=lambda _layer, pool=pool: (pool, pool))
         sizes = {"num_resident": NUM_RESIDENT, "num_recent": NUM_RECENT, "num_dense": 0}
         table = RingTable(max_batch=3, device=CPU, **sizes)
-        home = OwnSet(far, table, resident, keeps_sink=keeps_sink)
+        home = OwnSet(far, table, MODEL, SELECTION, zeros_on(CPU), keeps_sink=keeps_sink)
         slots = slot_table()[1, :prompt]
         with _Called() as called:
             home.fill(0, 1, slots)
         found[keeps_sink] = called.names
     assert found[False].count("index") == 2, "K and V of the pool, and no slots"
     assert "cat" not in found[False]
-    has_sink = not resident.is_dense(prompt)
+    has_sink = not home.is_dense(prompt)
     assert ("cat" in found[True]) == has_sink
     assert has_sink == (prompt == 40)
 
 
 def test_a_write_waits_for_flags() -> None:
-    resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
     far = SimpleNamespace(set_kv_buffer=lambda *_, **__: None)
     sizes = {"num_resident": NUM_RESIDENT, "num_recent": NUM_RECENT, "num_dense": 0}
-    home = OwnSet(far, RingTable(max_batch=3, device=CPU, **sizes), resident)
+    table = RingTable(max_batch=3, device=CPU, **sizes)
+    home = OwnSet(far, table, MODEL, SELECTION, zeros_on(CPU))
     layer, token = SimpleNamespace(layer_id=0), torch.ones(1, 1, 4)
     flags, step, lost = (torch.tensor([x], dtype=torch.int32) for x in (4, 5, 0))
     wait = StepWait(flags=flags, step=step, lost=lost, timeout_s=0.01)
@@ -197,14 +195,14 @@ def test_dense_lengths() -> None:
 
 
 def test_stream_is_a_copy() -> None:
-    streams = LayerStreams(num_layers=2, max_batch=4, width=3, dtype=torch.float32, device=CPU)
+    streams = torch.zeros(2, 4, 3)
     hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
-    first = streams.put(0, hidden, None)
-    second = streams.put(1, hidden, residual)
+    put_stream(streams[0], hidden, None)
+    put_stream(streams[1], hidden, residual)
     hidden.zero_()
     residual.zero_()
-    assert first.tolist() == [[1.0] * 3] * 2
-    assert second.tolist() == [[3.0] * 3] * 2
+    assert streams[0].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+    assert streams[1].tolist() == [[3.0] * 3] * 2 + [[0.0] * 3] * 2
 
 
 def test_side_stream_without_cuda_runs_in_place() -> None:

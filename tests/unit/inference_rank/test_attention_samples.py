@@ -17,10 +17,8 @@ from tandemkv.inference_rank.attention.resident_attention import (
     PagedResident,
     RingTable,
 )
-from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
-from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.attention.sample_set import make_log_weights, zeros_on
-from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
+from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
+from tandemkv.inference_rank.attention.samples import OwnSamples, StepSamples, zeros_on
 from tandemkv.kernels.samples import sample_offsets
 
 CPU = torch.device("cpu")
@@ -54,21 +52,18 @@ class Pool:
 
 
 def make_home(pool: Pool, *, own: bool) -> ResidentHome:
-    sizes, dense = {"num_recent": RECENT, "max_batch": 3}, {"num_dense": NUM_DENSE}
-    tables = {**sizes, **dense, "num_resident": NUM_RESIDENT, "device": CPU}
-    kept = {**sizes, "num_sink": SINK, "query": (MODEL.num_qo_heads, DIM)}
+    tables: dict[str, Any] = {
+        "num_resident": NUM_RESIDENT, "num_recent": RECENT, "num_dense": NUM_DENSE,
+        "max_batch": ROWS1 - 1, "device": CPU,
+    }  # fmt: skip
     if own:
-        resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
-        assert resident.samples is not None
-        samples = OwnSamples(resident.samples, num_resident=NUM_RESIDENT, **dense, **kept)
-        return OwnSet(pool, RingTable(**tables), resident, samples)
+        return OwnSet(pool, RingTable(**tables), MODEL, SELECTION, zeros_on(CPU))
     tail = [x[NUM_SLOTS:].view(ROWS1, NUM_RESIDENT, HEADS, DIM) for x in (pool.k, pool.v)]
-    weights = make_log_weights(MODEL, SELECTION, ROWS1 - 1, zeros_on(CPU))
-    return PoolTail(
+    return ResidentHome(
         pool,
         AttendTable(**tables, first_slot=NUM_SLOTS),
         [(tail[0], tail[1])],
-        PoolSamples(pool, weights, **kept),
+        StepSamples(pool, MODEL, SELECTION, ROWS1 - 1, zeros_on(CPU)),
     )
 
 
@@ -140,9 +135,8 @@ def test_a_lost_step_is_undone_by_filling_again(prompt: int) -> None:
     order = torch.randperm(NUM_SLOTS - 1, generator=torch.Generator().manual_seed(1)) + 1
     table = order[: ROWS1 * CONTEXT].view(ROWS1, CONTEXT).to(torch.int32)
     home = make_home(pool, own=True)
-    assert isinstance(home, OwnSet)
-    resident = home._resident
-    assert resident.samples is not None
+    samples, sets = home.samples, home.sets[0]
+    assert isinstance(samples, OwnSamples)
     layer = SimpleNamespace(layer_id=0)
     home.fill(0, row, table[row, :prompt])
 
@@ -156,12 +150,12 @@ def test_a_lost_step_is_undone_by_filling_again(prompt: int) -> None:
         home.pool.set_kv_buffer(layer, location, token, -token)
 
     for length in range(prompt, CONTEXT - 1):
-        valid, _ = resident.samples.positions(length)
+        valid, _ = samples.positions(length)
         # While all fits token i is in slot i, and what is behind is nobody's.
         count = min(length, NUM_RESIDENT + RECENT)
         parts = [
-            *((x[0, row], slice(count)) for x in (resident.k, resident.v)),
-            *((x[0, row], valid) for x in (resident.samples.k, resident.samples.v)),
+            *((x[row], slice(count)) for x in sets),
+            *((x[0, row], valid) for x in (samples.k, samples.v)),
         ]
 
         def held(parts: list[Any] = parts) -> list[torch.Tensor]:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import attend_by_definition
 
 from tandemkv.inference_rank.attention.backend import ResidentBackend
-from tandemkv.inference_rank.attention.native_verify import attend_to_tree
+from tandemkv.inference_rank.attention.native import attend_where
 
 QUERY_HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -36,7 +37,8 @@ def test_a_draft_attends_to_what_it_continues(seed: int) -> None:
     shape = torch.Generator().manual_seed(seed)
     query = torch.randn(count, QUERY_HEADS, WIDTH, generator=shape)
     keys, values = torch.randn(2, before + count, KV_HEADS, WIDTH, generator=shape)
-    found = attend_to_tree(query, keys, values, mask, scale=0.3)
+    whole = F.pad(mask, (before, 0), value=True)
+    found = attend_where(query, keys, values, whole, scale=0.3)
     for node in range(count):
         path = torch.cat((torch.arange(before), before + mask[node].nonzero()[:, 0]))
         want = attend_by_definition(

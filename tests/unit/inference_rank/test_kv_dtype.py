@@ -12,7 +12,7 @@ import torch
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSettings
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
-from tandemkv.inference_rank.attention.pool import as_stored
+from tandemkv.inference_rank.sglang.pool import as_stored
 from tandemkv.inference_rank.start.local import check_kv_dtype
 from tandemkv.server.settings.launch_settings import ServeSettings
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank.links.layer_streams import LayerStreams
-from tandemkv.inference_rank.links.look_ahead import LookAhead
-from tandemkv.inference_rank.links.side_stream import SideStream
+from tandemkv.inference_rank.links.local import LocalLink
 from tandemkv.inference_rank.sglang.residual_hooks import (
     install_logits_hook,
     install_norm_hooks,
@@ -67,6 +66,7 @@ class Rank:
     def __init__(self, late_layers: tuple[int, ...]) -> None:
         self.late_layers = late_layers
         self.program, self.last_entry = self, LAYERS - 2
+        self.num_lanes, self.needs_hidden = 2, True
         self.seen: list[tuple[Any, ...]] = []
 
     def lane_of(self, layer: int) -> int:
@@ -86,7 +86,7 @@ class Rank:
         self.seen.append(("late", layer, float(hidden[0, 0])))
 
     def fetch(self, layer: int, size: int) -> None:
-        self.seen.append(("fetch", layer))
+        self.seen.append(("fetch", layer, size))
 
 
 class RawAttention(nn.Module):
@@ -140,22 +140,20 @@ def as_model(architecture: str, layers: Any) -> Any:
 def step(
     rank: Any, *, selecting: bool = True, is_fused: bool = False, is_raw: bool = False,
     in_parts: bool = False,
-) -> LookAhead:  # fmt: skip
+) -> LocalLink:  # fmt: skip
     """Run a step of one request whose stream is 5, 6, 7, 8 at the entries of the layers."""
     layers = nn.ModuleList(
         RawLayer() if is_raw else (PartLayer if in_parts else Layer)(is_fused=is_fused)
         for _ in range(LAYERS)
     )
     model = as_model("Olmo2ForCausalLM" if is_raw else "LlamaForCausalLM", layers)
-    side = SideStream(CPU, LAYERS, num_lanes=2)
-    ahead = LookAhead(
-        model, rank, side,
-        LayerStreams(
-            num_layers=LAYERS, max_batch=2, width=WIDTH, dtype=torch.float32, device=CPU
-        ),
-        is_selecting=lambda: selecting,
-        fetch=lambda *found, size: rank.seen.append(("rows", *found, size)),
-    )  # fmt: skip
+    model.logits_processor = nn.Identity()
+    runner = SimpleNamespace(
+        model=model, dtype=torch.float32, model_config=SimpleNamespace(hidden_size=WIDTH)
+    )
+    spec: Any = SimpleNamespace(num_layers=LAYERS)
+    link = LocalLink(runner, rank, spec, max_batch=2, device=CPU)
+    link._kind, link._is_decode = DecodeKind.SELECTING, selecting
     hidden, residual = torch.full((1, WIDTH), 5.0), None
     batch = SimpleNamespace(attend=lambda: None, residual=None)
     for layer in layers:
@@ -163,7 +161,7 @@ def step(
             hidden = layer(None, hidden, batch)
         else:
             hidden, residual = layer(None, hidden, batch, residual)
-    return ahead
+    return link
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
@@ -171,15 +169,15 @@ def step(
 def test_what_is_selected_when(late: int, in_parts: bool) -> None:
     """Late layers come last, with the streams of their own entries."""
     rank = Rank(tuple(range(late)))
-    ahead = step(rank, in_parts=in_parts)
+    link = step(rank, in_parts=in_parts)
     in_step = [(0, 5.0), (1, 5.0), (2, 6.0), (3, 7.0)][late:]
     want: list[tuple[Any, ...]] = []
     for layer, value in in_step:
-        want += [("ahead", layer, value), ("rows", layer, 1)]
+        want += [("ahead", layer, value), ("fetch", layer, 1)]
     for layer in range(late):
-        want += [("late", layer, 5.0 + layer), ("fetch", layer)]
+        want += [("late", layer, 5.0 + layer), ("fetch", layer, 1)]
     assert rank.seen == want
-    assert ahead.is_pending is (late > 0)
+    assert link._is_pending is (late > 0)
 
 
 def test_layers_without_a_norm_before_attention() -> None:
@@ -190,7 +188,7 @@ def test_layers_without_a_norm_before_attention() -> None:
 
 def test_other_steps_select_nothing() -> None:
     rank = Rank((0,))
-    assert not step(rank, selecting=False).is_pending
+    assert not step(rank, selecting=False)._is_pending
     assert rank.seen == []
 
 

@@ -173,7 +173,7 @@ def test_a_host_that_has_lost_the_k_and_v_is_noticed(tmp_path: Path, num_shards:
         assert not opened.has_lost_memory
         connection.adopt(opened)
         connection.resume(())
-        assert connection.await_finish(connection.step)
+        assert all(part.await_finish(part.step) for part in connection.parts)
         connection.confirm(connection.step)
         check_same(played.run(), want)
 
@@ -198,7 +198,7 @@ def test_who_gives_up_in_the_handshake_does_not_hold_up_the_next(
                 connection.open_connection(timeout_s=2)
         connection.adopt(connection.open_connection(timeout_s=15))
         connection.resume(())
-        assert connection.await_finish(connection.step)
+        assert all(part.await_finish(part.step) for part in connection.parts)
         connection.confirm(connection.step)
         check_same(played.run(), want)
 

@@ -24,7 +24,6 @@ from message_pumps import FarForward, Pumps, by_link_shared, check_same
 from shared_forward import LENGTHS, ROWS, settings_of
 from tiny_model import CONFIG, write_model
 
-from tandemkv.cache_rank.counters import Counters
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
@@ -167,8 +166,7 @@ def _engine(
 ) -> Iterator[SharedEngineService]:
     served, stop = threading.Event(), threading.Event()
     engine = SharedEngineService(
-        run_dir=run_dir, model_dir=model_dir, settings=settings, max_rows=3, counters=Counters(),
-        homes=HOMES, rank=rank,
+        run_dir=run_dir, model_dir=model_dir, settings=settings, max_rows=3, homes=HOMES, rank=rank,
     )  # fmt: skip
     thread = threading.Thread(target=engine.run, args=(stop, served.set))
     thread.start()
@@ -251,6 +249,6 @@ def test_all_go_on_with_a_host_that_has_lost_its_part_of_the_k_and_v(tmp_path: P
         connection.forget_rows()
         connection.adopt(connection.open_connection(timeout_s=30))
         connection.resume(())
-        assert connection.await_finish(connection.step)
+        assert all(part.await_finish(part.step) for part in connection.parts)
         connection.confirm(connection.step)
         check_same(played.run(), want)

@@ -20,7 +20,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
 from tandemkv.inference_rank.start import measurement as start_measurement
 from tandemkv.inference_rank.start.layer_time import LayerTime, measure_layer
 from tandemkv.inference_rank.start.measurement import StartMeasurement
-from tandemkv.inference_rank.start.plan import make_plan
+from tandemkv.inference_rank.start.plan import StartPlan
 
 CPU = torch.device("cpu")
 
@@ -33,8 +33,8 @@ def test_a_selection_takes_its_time_from_the_model(
     layer_us: float, refresh: int | None, exposed: float, hidden: bool
 ) -> None:
     """On average over the steps of a refresh; 5 % of a layer count as hidden."""
-    found = make_plan(
-        SelectionSettings(refresh_every=refresh),
+    found = StartPlan(
+        settings=SelectionSettings(refresh_every=refresh),
         measured=SelectionTime(scan_us=30.0, transfer_us=10.0, batch=8, context=65536),
         layer=LayerTime(weights_us=layer_us - 50.0, attention_us=50.0, of_graph=True),
         is_cuda=True,
@@ -42,13 +42,13 @@ def test_a_selection_takes_its_time_from_the_model(
     )
     assert found.exposed_us == pytest.approx(exposed)
     assert found.is_hidden is hidden
-    assert found.values()["plan_refresh_steps"] == found.refresh_every == (refresh or 1)
-    assert found.placement == "the model's GPU"
+    assert found.values()["plan_refresh_steps"] == (refresh or 1)
+    assert found.info()["plan_placement"] == "the model's GPU"
 
 
 def test_of_a_layer_that_was_not_measured_nothing_is_said() -> None:
-    found = make_plan(
-        SelectionSettings(),
+    found = StartPlan(
+        settings=SelectionSettings(),
         measured=SelectionTime(scan_us=30.0, transfer_us=10.0, batch=8, context=65536),
         layer=LayerTime(weights_us=None, attention_us=50.0),
         is_cuda=False,
@@ -59,15 +59,15 @@ def test_of_a_layer_that_was_not_measured_nothing_is_said() -> None:
 
 
 def test_unknown_times_are_left_out() -> None:
-    found = make_plan(
-        SelectionSettings(), measured=None, layer=None, is_cuda=False, dense_tokens=7,
-        reason="nothing is selected",
+    found = StartPlan(
+        settings=SelectionSettings(), measured=None, layer=None, is_cuda=False, dense_tokens=7,
+        note="nothing is selected",
     )  # fmt: skip
     assert set(found.values()) == {"plan_refresh_steps", "plan_dense_tokens"}
     assert found.is_hidden is None
     assert "nothing is selected" in found.text()
-    small = make_plan(
-        SelectionSettings(dense_batch_tokens=9), measured=None, layer=None, is_cuda=False,
+    small = StartPlan(
+        settings=SelectionSettings(dense_batch_tokens=9), measured=None, layer=None, is_cuda=False,
         dense_tokens=7,
     )  # fmt: skip
     assert small.values()["plan_dense_batch_tokens"] == 9
@@ -101,8 +101,8 @@ def fake_runner() -> Any:
 
 
 def test_layers_that_follow_an_anchor_cost_the_transfer_alone() -> None:
-    plan = make_plan(
-        SelectionSettings(),
+    plan = StartPlan(
+        settings=SelectionSettings(),
         measured=SelectionTime(scan_us=180.0, transfer_us=20.0, batch=8, context=65536),
         layer=LayerTime(weights_us=60.0, attention_us=40.0, of_graph=True),
         is_cuda=True,
@@ -169,7 +169,7 @@ def test_without_memory_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(start_measurement, "measure_selection", fails)
     own = StartMeasurement(RankSettings(), MODEL, fake_rank(), device=CPU, agree=list)
     own.measure(fake_runner(), lambda _, h, __: h, num_slots=64, max_batch=3)
-    assert own.plan.selection is None
+    assert own.plan.measured is None
     assert "no memory" in own.plan.note
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.cache_rank.engine.scan_order import ScanOrder
+from tandemkv.cache_rank.engine.lanes import ScanOrder
 from tandemkv.inference_rank.links import signals
 from tandemkv.kernels import streams
 

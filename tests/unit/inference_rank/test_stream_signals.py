@@ -151,7 +151,7 @@ def test_what_one_engine_is_told_takes_one_launch_each(
     assert launches(lambda: link.await_output(2, 2)) == ["wait_flags"]
     assert launches(link.raise_end) == ["raise_flags"]
     assert launches(link.end) == []
-    awaited, raised = link.ready_wait(1), engine._flags.ready(1)
+    awaited, raised = link.ready_wait(1), engine._words.ready(1)
     assert awaited is not None
     assert (awaited.flags.data_ptr(), len(awaited.flags)) == (raised.data_ptr(), 1)
     assert link.lost_step == 0

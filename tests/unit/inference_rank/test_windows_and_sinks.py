@@ -17,13 +17,13 @@ from tiny_models import attend_by_definition
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.models.predictor_weights import MappedPredictor, put_weights
-from tandemkv.inference_rank.attention.native_sinks import attend_with_sinks
-from tandemkv.inference_rank.attention.pool import layers_of_pool, make_local_pool_class
-from tandemkv.inference_rank.attention.sinks import join_sinks
+from tandemkv.inference_rank.attention.native import attend_where, causal
+from tandemkv.inference_rank.attention.resident_attention import join_sinks
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace
 from tandemkv.inference_rank.sglang import hooks
 from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.inference_rank.sglang.pool import layers_of_pool, make_local_pool_class
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 
@@ -72,7 +72,7 @@ def test_joined_sinks_keep_the_dtype() -> None:
 def test_attention_on_a_cpu_is_the_definition(window: int, has_sinks: bool, count: int) -> None:
     query, keys, values = draw(count, QUERY_HEADS, WIDTH), draw(12, 2, WIDTH), draw(12, 2, WIDTH)
     sinks = draw(QUERY_HEADS) * 3 if has_sinks else None
-    found = attend_with_sinks(query, keys, values, sinks, scale=SCALE, window=window)
+    found = attend_where(query, keys, values, causal(count, 12, window), sinks, scale=SCALE)
     want = attend_by_definition(
         query, keys, values, sinks, scale=SCALE, window=None if window < 0 else window
     )

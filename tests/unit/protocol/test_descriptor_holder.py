@@ -16,7 +16,7 @@ from descriptors import open_descriptors
 from tandemkv.cache_rank.protocol.errors import CacheRankError, CacheRankLostError
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder, ask_holder
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
-from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import let_hold, take_held
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 
 TOKEN = b"t" * 32

@@ -19,7 +19,7 @@ from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     ProtocolError,
 )
-from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello, open_epoch
+from tandemkv.cache_rank.protocol.handshake import check_hello, open_epoch
 from tandemkv.cache_rank.protocol.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -57,12 +57,15 @@ WELCOME = Welcome(epoch=3, num_slots=9, timing=1, all_exact=False)
 
 
 def _hello(**changes: object) -> Hello:
-    hello = make_hello(token=TOKEN, model=MODEL, settings=SETTINGS, max_rows=8, page_size=1)
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION, token=TOKEN, model=MODEL, settings=SETTINGS.flat(),
+        max_rows=8, page_size=1,
+    )  # fmt: skip
     return msgspec.structs.replace(hello, **changes)
 
 
 def _check(hello: Hello) -> Refused | None:
-    return check_hello(hello, token=TOKEN, model=MODEL, settings=SETTINGS, page_size=1)
+    return check_hello(hello, token=TOKEN, model=MODEL, settings=SETTINGS)
 
 
 def test_equal_sides_agree() -> None:
@@ -105,14 +108,7 @@ def test_settings_trees_that_differ_are_refused() -> None:
         RankSettings(cache=CacheSettings(capacity_tokens=1024)),
         RankSettings(evaluation=True),
     ):
-        hello = make_hello(token=TOKEN, model=MODEL, settings=other, max_rows=8, page_size=1)
-        assert _check(hello) is not None
-
-
-def test_page_size_is_named() -> None:
-    refused = _check(_hello(page_size=16))
-    assert refused is not None
-    assert refused.field == "page_size"
+        assert _check(_hello(settings=other.flat())) is not None
 
 
 def test_order_is_version_token_rest() -> None:
@@ -227,9 +223,8 @@ def test_ranks_that_split_the_heads_otherwise_are_refused() -> None:
         for given in ({"tp_size": 2}, {"head_shards": 2})
     )
     refused = check_hello(
-        _hello(settings=tensor_parallel.flat()), token=TOKEN, model=MODEL, settings=sharded,
-        page_size=1,
-    )  # fmt: skip
+        _hello(settings=tensor_parallel.flat()), token=TOKEN, model=MODEL, settings=sharded
+    )
     assert refused is not None
     assert refused.field == "placement.tp_size"
     assert "inference rank has placement.tp_size=2, cache rank has 1" in refused.message

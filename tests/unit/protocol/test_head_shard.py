@@ -26,6 +26,7 @@ from tandemkv.cache_rank.protocol.models.predictor_weights import (
     put_weights,
     weights_for,
 )
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
@@ -60,7 +61,7 @@ def test_heads_need_not_be_divided_evenly(count: int, heads: int, sizes: list[in
         assert [part.part(len(whole)) for part in parts] == [group * size for size in sizes]
         assert all(part.whole(part.part(len(whole))) == len(whole) for part in parts)
     model = replace_heads(MODEL, 4 * heads, heads)
-    found = [part_for(model, tp_size=1, head_shards=count, rank=rank) for rank in range(count)]
+    found = [part_for(model, Placement(head_shards=count), rank) for rank in range(count)]
     assert [shard for _, shard in found] == list(parts)
     assert [own.num_qo_heads for own, _ in found] == [4 * size for size in sizes]
     assert {own.gqa_group_size for own, _ in found} == {4}
@@ -68,11 +69,11 @@ def test_heads_need_not_be_divided_evenly(count: int, heads: int, sizes: list[in
 
 def test_of_each_tensor_parallel_rank_the_heads_are_divided() -> None:
     model = replace_heads(MODEL, 16, 8)
-    found = [part_for(model, tp_size=2, head_shards=3, rank=rank) for rank in range(6)]
+    found = [part_for(model, Placement(tp_size=2, head_shards=3), rank) for rank in range(6)]
     assert [own.num_kv_heads for own, _ in found] == [1, 1, 2] * 2
     assert [shard.bounds for _, shard in found] == [(0, 1), (1, 2), (2, 4)] * 2
     with pytest.raises(SettingsError, match="5 share 4 KV heads"):
-        part_for(model, tp_size=2, head_shards=5, rank=0)
+        part_for(model, Placement(tp_size=2, head_shards=5), 0)
 
 
 def replace_heads(model: ModelSpec, num_qo_heads: int, num_kv_heads: int) -> ModelSpec:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.messages import (
+    CODEC,
     MAX_FRAME_BYTES,
     Goodbye,
     Heartbeat,
@@ -23,7 +24,6 @@ from tandemkv.cache_rank.protocol.messages import (
     Welcome,
     decode,
     encode,
-    hello_version,
 )
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
@@ -85,7 +85,7 @@ def test_round_trip(message: Message) -> None:
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_are_refused_or_sound(frame: bytes) -> None:
     _outcome(frame)
-    hello_version(frame)
+    CODEC.version_of(frame)
 
 
 @pytest.mark.parametrize(
@@ -142,5 +142,5 @@ def test_hello_does_not_show_its_token() -> None:
 def test_version_of_a_foreign_hello_is_read() -> None:
     frame = msgspec.msgpack.encode([1, 7, "whatever", {"a": 1}, 3, 4, 5, 6, 7, 8])
     assert _outcome(frame) is None
-    assert hello_version(frame) == 7
-    assert hello_version(encode(Goodbye(epoch=1))) is None
+    assert CODEC.version_of(frame) == 7
+    assert CODEC.version_of(encode(Goodbye(epoch=1))) is None

@@ -16,7 +16,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 def test_what_follows_from_the_link(link: str, processes: int, maps: bool) -> None:
     found = Placement.model_validate({"link": link})
     assert (found.num_cache_ranks, found.maps_memory) == (processes, maps)
-    assert found.attends_to_pool
+    assert not found.has_far_pool
     split = Placement.model_validate({"link": link, "tp_size": 4})
     assert split.num_cache_ranks == 4 * processes
 
@@ -32,7 +32,7 @@ def test_what_follows_from_the_link(link: str, processes: int, maps: bool) -> No
 )
 def test_k_v_may_lie_on_another_gpu_than_the_model(link: str, two_gpus: bool, far: bool) -> None:
     found = Placement.model_validate({"link": link, "two_gpus": two_gpus})
-    assert (found.has_far_pool, found.attends_to_pool) == (far, not far)
+    assert found.has_far_pool is far
     assert ("on a GPU of its own" in found.describe()) is far
 
 

@@ -16,7 +16,7 @@ from fake_driver import GRANULARITY, FakeDriver
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, flag_specs
-from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello
+from tandemkv.cache_rank.protocol.handshake import check_hello
 from tandemkv.cache_rank.protocol.head_shard import parts_of
 from tandemkv.cache_rank.protocol.memory import shared_devices
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
@@ -36,6 +36,7 @@ from tandemkv.cache_rank.protocol.memory.shared_region import (
     pools_of,
     specs_by_life,
 )
+from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Hello
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, part_of
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
     RankSettings,
@@ -379,11 +380,12 @@ def test_an_index_that_means_another_gpu_is_refused_in_the_handshake(
     theirs: tuple[str, ...], said: str | None
 ) -> None:
     settings, token = RankSettings(), b"t" * 32
-    hello = make_hello(
-        token=token, model=MODEL, settings=settings, max_rows=4, page_size=4, gpus=theirs
-    )
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION, token=token, model=MODEL, settings=settings.flat(),
+        max_rows=4, page_size=4, gpus=theirs,
+    )  # fmt: skip
     refused = check_hello(
-        hello, token=token, model=MODEL, settings=settings, page_size=4, gpus=("GPU-0", "GPU-1")
+        hello, token=token, model=MODEL, settings=settings, gpus=("GPU-0", "GPU-1")
     )
     if said is None:
         assert refused is None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,9 @@ import pytest
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.evaluation.quality import report
 from tandemkv.server.evaluation.quality.configurations import Configuration
 from tandemkv.server.evaluation.quality.report import write_campaign, write_report
-from tandemkv.server.evaluation.quality.report_markdown import tables
-from tandemkv.server.evaluation.quality.report_settings import settings_table
+from tandemkv.server.evaluation.quality.report_tables import settings_table, tables
 from tandemkv.server.evaluation.quality.results import (
     Answer,
     Probes,
@@ -233,10 +232,7 @@ def test_plots_are_drawn_the_same_every_time(out: Path) -> None:
 
 
 def test_without_matplotlib_the_report_says_so(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> dict[str, str]:
-        raise ImportError
-
-    monkeypatch.setattr(report, "draw", refuse)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     console = Console(file=io.StringIO(), width=200)
     paths = write_report(out, console)
     assert "tandemkv[quality]" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.checks.adapters import check_adapters
+from tandemkv.server.checks.sglang_features import check_adapters
 from tandemkv.server.settings.sglang_args import check_sglang_args
 
 

@@ -20,11 +20,11 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSetting
 from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation.calibrate.attention import (
     AttentionRecorder,
+    TextAttention,
     max_of_group,
     mean_of_group,
 )
 from tandemkv.server.evaluation.calibrate.command import Request, measure
-from tandemkv.server.evaluation.calibrate.corpus import cut_texts
 from tandemkv.server.evaluation.calibrate.kascade import (
     KascadeMeasurement,
     choose_anchors,
@@ -37,6 +37,7 @@ from tandemkv.server.evaluation.calibrate.sync_kv import (
     cluster_heads,
     head_overlap,
 )
+from tandemkv.server.evaluation.corpus import cut_texts
 
 A = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.0, 0.1, 0.3, 0.6]], dtype=torch.float64)
 B = torch.tensor([[0.4, 0.1, 0.1, 0.4], [0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
@@ -66,10 +67,10 @@ def test_layers_are_weighed_by_their_worst_token_and_their_importance() -> None:
     first = torch.tensor([[[1.0, 0.0], [0.6, 0.4]]])
     second = torch.tensor([[[1.0, 0.0], [0.25, 0.75]]])
     measure = KascadeMeasurement(top_k=1)
-    measure.add([first, second], [1.0, 0.5])
+    measure.add(TextAttention([first, second], [1.0, 0.5]))
     assert measure.result(1).similarity == ((1.0, pytest.approx(0.5 / 3, abs=1e-6)), (0.0, 0.5))
     # A second text in which the layers agree, with importance 3/2 in layer 1: means 2/3 and 1.
-    measure.add([first, first], [1.0, 1.5])
+    measure.add(TextAttention([first, first], [1.0, 1.5]))
     found = measure.result(2)
     assert found.importance == (1.0, 1.0)
     assert found.similarity[0][1] == pytest.approx(2 / 3, abs=1e-6)
@@ -266,8 +267,8 @@ def test_sync_kv_measures_the_mean_over_texts() -> None:
     same = torch.tensor([[[1.0, 0.0], [0.9, 0.1]]] * 3)
     other = same.clone()
     other[2, 1] = torch.tensor([0.1, 0.9])
-    measure.add([other])
-    measure.add([other])
+    measure.add(TextAttention([other]))
+    measure.add(TextAttention([other]))
     found = measure.result(2)
     assert found.clusters == ((0, 0, 1),)
     assert found.representatives[0][1] == 2

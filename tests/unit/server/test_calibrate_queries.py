@@ -15,7 +15,6 @@ from tandemkv.cache_rank.calibration.format import CalibrationError
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
 from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
-from tandemkv.server.checks.query_weights import check_fitted_queries
 from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation.calibrate.look_ahead import Moments, QueryMeasurement
 from tandemkv.server.evaluation.corpus import language_reference
@@ -101,9 +100,9 @@ def test_serve_takes_the_file_for_its_distance_alone(tiny: Path, fitted: Path) -
         given = {"model": str(tiny), "selection": {"options": options}}
         return ServeSettings.model_validate(given)
 
-    check_fitted_queries(settings(2), spec)
+    FittedQueries.of(settings(2).selection, spec)
     with pytest.raises(SettingsError, match="distance is 2, and 1 is served"):
-        check_fitted_queries(settings(1), spec)
+        FittedQueries.of(settings(1).selection, spec)
 
 
 def test_one_text_is_refused_and_so_is_a_fused_projection(tiny: Path) -> None:

@@ -284,7 +284,7 @@ def test_parts_of_a_pod_belong_together(name: str) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_probes_ask_routes_that_exist(placement: str) -> None:
     server = pod(placement)["containers"][0]
-    routes = (ROOT / "inference_rank" / "http_routes.py").read_text(encoding="utf-8")
+    routes = (ROOT / "inference_rank" / "sglang" / "http_routes.py").read_text(encoding="utf-8")
     assert f'"{server["readinessProbe"]["httpGet"]["path"]}"' in routes
     assert server["livenessProbe"]["httpGet"]["path"] == "/health"  # SGLang's
     ports = {port["name"]: port["containerPort"] for port in server["ports"]}

@@ -11,10 +11,10 @@ from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.server.evaluation.bench.configurations import from_grid
-from tandemkv.server.evaluation.grid import read_grid
-from tandemkv.server.evaluation.setting_name import (
+from tandemkv.server.evaluation.grid import (
     describe_setting,
     is_setting_name,
+    read_grid,
     setting_name,
 )
 from tandemkv.server.plan.pages import on_device

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 
-from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.server.launch.liveness import Liveness, Pulse
 
 PATIENCE_S = 10.0

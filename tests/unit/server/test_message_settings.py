@@ -67,7 +67,7 @@ def test_each_address_is_a_cache_rank(tp_size: int, num_shards: int) -> None:
     assert found.cache_rank_addresses == (_ADDRESS, "tcp://cache-rank-1:7400")
     placement = found.rank_settings.placement
     assert (placement.num_cache_ranks, placement.head_shards) == (2, num_shards)
-    assert not placement.shares_pool
+    assert placement.num_sharing == 1
 
 
 def test_the_other_host_may_have_a_name() -> None:

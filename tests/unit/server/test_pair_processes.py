@@ -14,11 +14,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tandemkv.cache_rank.protocol.memory.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.heartbeat import StatusServer
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import let_hold, take_held
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.status import StatusServer
 from tandemkv.server.cli.commands import app
 
 PATIENCE_S = 60.0
@@ -120,7 +120,7 @@ def test_a_cache_rank_is_alive_while_it_answers_and_gets_on(path: Path) -> None:
 def test_neither_imports_torch() -> None:
     """A probe runs every few seconds, and who holds memory is to be small."""
     script = (
-        "import sys, tandemkv.server.cli.commands, tandemkv.server.cli.memory_process\n"
+        "import sys, tandemkv.server.cli.commands\n"
         "print([name for name in ('torch', 'transformers', 'sglang') if name in sys.modules])"
     )
     found = subprocess.run(

@@ -20,8 +20,8 @@ from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.server.launch.sglang_command import sglang_argv, sglang_env
 from tandemkv.server.plan import constants as constants_module
 from tandemkv.server.plan import placement_choice
+from tandemkv.server.plan.constants import write_profile
 from tandemkv.server.plan.cost import H200
-from tandemkv.server.plan.profile_file import write_profile
 
 
 def test_a_cpu_gets_a_process(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_cache_rank_on_two_gpus_is_a_process_that_maps_memory(
     settings, said = resolve(tmp_path, **given)
     placement = settings.rank_settings.placement
     assert (placement.link, placement.num_cache_ranks) == ("shared", 1)
-    assert (placement.two_gpus, placement.attends_to_pool) == (True, False)
+    assert (placement.two_gpus, placement.has_far_pool) == (True, True)
     assert placement_choice._load(settings, SPEC).longest_tokens == SPEC.max_context
     assert settings.selection.dense_tokens is None
     assert settings.selection.late_layers == 1

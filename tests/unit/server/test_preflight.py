@@ -22,8 +22,8 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.edge.settings import EdgeSettings
 from tandemkv.server.checks import ports, preflight
 from tandemkv.server.checks.ports import choose_port, server_url
-from tandemkv.server.checks.preflight import ResolvedLaunch, check_policy, resolve_launch
-from tandemkv.server.checks.speculation import check_speculation
+from tandemkv.server.checks.preflight import ResolvedLaunch, resolve_launch
+from tandemkv.server.checks.sglang_features import check_speculation
 from tandemkv.server.cli import doctor
 from tandemkv.server.launch.serve import make_plan
 from tandemkv.server.plan import placement_choice
@@ -31,7 +31,7 @@ from tandemkv.server.plan.devices import placed_alone
 from tandemkv.server.plan.memory import RANK_BYTES, MemoryEstimate, estimate_memory
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import check_sglang_args
-from tandemkv.server.settings.sources import load_settings
+from tandemkv.server.settings.sources import Sourced, load_settings
 
 
 @pytest.fixture
@@ -104,9 +104,11 @@ def test_refuses_a_capacity_beyond_memory_with_the_numbers(
 
 
 def test_refuses_unknown_policies() -> None:
-    check_policy("streaming")
+    load_settings({"model": Sourced("x", "MODEL")}, {})
     with pytest.raises(SettingsError, match="async_spade"):
-        check_policy("magic")
+        load_settings(
+            {"model": Sourced("x", "MODEL"), "selection.policy": Sourced("magic", "--policy")}, {}
+        )
 
 
 def test_refuses_what_has_no_calibration(model_dir: Path) -> None:

@@ -171,10 +171,8 @@ def test_a_standby_is_a_second_cache_rank_that_is_asked_for_nothing(
 
 def test_a_launch_holds_memory_for_its_ranks(launch: ResolvedLaunch) -> None:
     run_dir = RunDir.create(launch.settings.run_dir)
-    holder = make_plan(launch, run_dir).make_holder()
-    assert holder is not None
-    assert run_dir.holder_socket.exists()
-    holder.close()
+    with make_plan(launch, run_dir).holder():
+        assert run_dir.holder_socket.exists()
     assert not run_dir.holder_socket.exists()
 
 
@@ -206,10 +204,8 @@ def test_each_tensor_parallel_rank_has_a_cache_rank_directory_and_holder(
     logs = [spec.log_path.name for spec in specs]
     assert logs == ["cache_rank.log", "standby.log", "cache_rank1.log", "standby1.log"]
     assert {spec.log_path.parent for spec in specs} == {run_dir.path}
-    holder = plan.make_holder()
-    assert holder is not None
-    assert all(each.holder_socket.exists() for each in own)
-    holder.close()
+    with plan.holder():
+        assert all(each.holder_socket.exists() for each in own)
     assert not any(each.holder_socket.exists() for each in own)
     for spec in specs:
         spec.log_path.write_text("x")
@@ -244,10 +240,8 @@ def test_one_cache_rank_of_both_ranks_is_asked_at_both_directories(launch: Resol
     folders = [word for path in own for word in ("--run-dir", str(path.path))]
     assert rank.spec.argv[5:-2] == tuple(folders)
     assert (rank.spec.name, rank.spec.log_path.name) == ("cache rank", "cache_rank.log")
-    holder = plan.make_holder()
-    assert holder is not None
-    assert all(each.holder_socket.exists() for each in own)
-    holder.close()
+    with plan.holder():
+        assert all(each.holder_socket.exists() for each in own)
     with contextlib.ExitStack() as serving:
         for number, each in enumerate(own):
             assert rank.detail() is not None

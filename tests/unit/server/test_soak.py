@@ -169,8 +169,8 @@ def fault(action: Any, target: str, *, recovery_s: float | None = 5.0) -> Fault:
 def test_an_ending_is_judged_by_the_faults_beside_it(
     outcome: Outcome, calm: str, beside: str
 ) -> None:
-    assert Windows([]).ending_of(outcome) == calm
-    assert Windows.of([fault("kill", CACHE_RANK)], []).ending_of(outcome) == beside
+    assert Windows().ending_of(outcome) == calm
+    assert Windows([fault("kill", CACHE_RANK)], []).ending_of(outcome) == beside
 
 
 def test_connections_may_be_cut_only_where_the_http_process_is_killed() -> None:
@@ -179,22 +179,22 @@ def test_connections_may_be_cut_only_where_the_http_process_is_killed() -> None:
         ("kill", HTTP, True), ("stop", SCHEDULER, True), ("kill", SCHEDULER, False),
         ("pause", HTTP, False), ("stop", CACHE_RANK, False),
     ):  # fmt: skip
-        windows = Windows.of([fault(action, target)], [])
+        windows = Windows([fault(action, target)], [])
         assert windows.ending_of(cut) == ("cut" if allowed else "lost"), (action, target)
     # Who connects while the process ends, of itself, gets no answer; one that has begun is whole.
-    windows = Windows.of([fault("kill", SCHEDULER)], [])
+    windows = Windows([fault("kill", SCHEDULER)], [])
     assert windows.ending_of(ended("cut", status=0)) == "cut"
 
 
 def test_a_loss_of_the_cache_rank_is_told_from_one_of_sglang() -> None:
     lost = ended("error event", status=503)
-    assert Windows.of([fault("kill", CACHE_RANK)], []).is_loss_of_cache_rank(lost)
-    assert not Windows.of([fault("kill", SCHEDULER)], []).is_loss_of_cache_rank(lost)
+    assert Windows([fault("kill", CACHE_RANK)], []).is_loss_of_cache_rank(lost)
+    assert not Windows([fault("kill", SCHEDULER)], []).is_loss_of_cache_rank(lost)
     line = {"time": 99.0, "point": "ring.write", "role": "inference_rank", "action": "drop"}
-    assert Windows.of([], [line]).is_loss_of_cache_rank(lost)
-    assert not Windows.of([], [line | {"action": "kill"}]).is_loss_of_cache_rank(lost)
-    assert Windows.of([], [line | {"action": "stop"}]).ending_of(ended("cut")) == "cut"
-    assert Windows.of([], [line | {"action": "delay"}]).ending_of(ended("cut")) == "lost"
+    assert Windows([], [line]).is_loss_of_cache_rank(lost)
+    assert not Windows([], [line | {"action": "kill"}]).is_loss_of_cache_rank(lost)
+    assert Windows([], [line | {"action": "stop"}]).ending_of(ended("cut")) == "cut"
+    assert Windows([], [line | {"action": "delay"}]).ending_of(ended("cut")) == "lost"
 
 
 def test_a_slope_is_told_from_noise() -> None:

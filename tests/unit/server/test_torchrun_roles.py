@@ -19,7 +19,6 @@ from tandemkv.server.checks.ports import choose_port
 from tandemkv.server.launch.nodes import AGENT_STORE_VARIABLE
 from tandemkv.server.launch.torchrun_roles import (
     SHUTDOWN_VARIABLE,
-    Role,
     Worker,
     agent_of,
     check_is_here,
@@ -76,8 +75,8 @@ def addressed(count: int, **values: Any) -> ServeSettings:
 
 
 def test_the_first_process_has_sglang_and_the_second_the_cache_rank(second: Worker) -> None:
-    assert second.role(settings()) is Role.CACHE
-    assert replace(second, rank=0, local_rank=0).role(settings()) is Role.INFERENCE
+    assert second.place(settings()) == 1
+    assert replace(second, rank=0, local_rank=0).place(settings()) == 0
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"])
@@ -219,7 +218,7 @@ def test_each_node_has_sglang_and_its_part_of_the_cache_ranks(
         for worker in workers:
             check_processes(found, worker)
         assert [worker.place(found) for worker in workers] == list(range(here))
-        assert workers[0].role(found) is Role.INFERENCE
+        assert workers[0].place(found) == 0
     assert open_cache_ranks(settings(tensor_parallel=2), of_split(second, 2, 2)) == 2
     with pytest.raises(SettingsError, match=rf"{here + 1} processes on each.*node {here}"):
         check_processes(found, of_split(second, 2, here + 1))

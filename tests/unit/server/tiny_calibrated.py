@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 
-def make_tiny_model(path: Path) -> Path:
+def make_tiny_model(path: Path, *, head_dim: int = 8) -> Path:
     """Write a Llama of four layers with random weights, and a tokenizer of bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -21,7 +21,7 @@ def make_tiny_model(path: Path) -> Path:
         num_hidden_layers=4,
         num_attention_heads=6,
         num_key_value_heads=3,
-        head_dim=8,
+        head_dim=head_dim,
         max_position_embeddings=256,
     )
     LlamaForCausalLM(config).save_pretrained(path)

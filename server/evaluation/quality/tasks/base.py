@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between a task and the runner."""
+"""What a task is, and what its samples are made from."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import bisect
 import itertools
 import os
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.corpus import Corpus
@@ -47,13 +46,14 @@ class TaskInputs:
         """Return the random state of one sample; independent of how many there are."""
         return random.Random(f"{self.seed} {task} {index}")
 
-    def new_tokens(self, default: int) -> int:
-        """Tokens to decode for an answer."""
-        return default if self.max_new_tokens is None else self.max_new_tokens
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A task.
 
-class Task(ABC):
-    """A task."""
+    `samples` makes the samples, and raises `SettingsError` if the corpus or the length does not
+    allow it.
+    """
 
     name: str
     """Key on the command line."""
@@ -61,57 +61,48 @@ class Task(ABC):
     definition: str
     source: str
     """For the report: what it is, in one sentence, and after whom."""
-    measure: ClassVar[Measure] = "score"
+    samples: Callable[[TaskInputs], list[Sample]]
+    measure: Measure = "score"
     """How answers are summarised."""
-    context_tokens: ClassVar[int | None] = None
+    context_tokens: int | None = None
     """Length of its prompts, None for that of the inputs."""
 
-    def num_forced(self, forced: int, long: int) -> int:
-        """Tokens forced a text, of what the user gave for tasks of either kind."""
-        return long if self.measure == "long" else forced
 
-    @abstractmethod
-    def samples(self, inputs: TaskInputs) -> list[Sample]:
-        """Make the samples.
+def one_by_one(sample: Callable[[TaskInputs, int], Sample]) -> Callable[[TaskInputs], list[Sample]]:
+    """Return what makes samples singly, each of its number."""
 
-        Raises `SettingsError` if the corpus or the length does not allow it.
-        """
-
-
-class GeneratedTask(Task):
-    """A task whose samples are made one by one, each with a random state of its own."""
-
-    @abstractmethod
-    def sample(self, inputs: TaskInputs, index: int) -> Sample:
-        """Make one sample."""
-
-    def samples(self, inputs: TaskInputs) -> list[Sample]:
-        """See `Task.samples`."""
+    def samples(inputs: TaskInputs) -> list[Sample]:
         # A fast tokenizer works beside Python, and takes most of the time.
         is_fast = getattr(inputs.prompts.tokenizer, "is_fast", False)
         with ThreadPoolExecutor((os.cpu_count() or 1) if is_fast else 1) as pool:
-            return list(pool.map(lambda i: self.sample(inputs, i), range(inputs.num_samples)))
+            return list(pool.map(lambda i: sample(inputs, i), range(inputs.num_samples)))
+
+    return samples
 
 
 def question_sample(
+    inputs: TaskInputs,
     index: int,
     prompt: Prompt,
+    answers: list[str],
     *,
     num_new_tokens: int,
-    answers: list[str],
-    scorer: str,
-    notes: dict[str, str | int | float],
+    scorer: str = "string_match_all",
+    **notes: str | int | float,
 ) -> Sample:
-    """Return the sample number `index` of a task that asks and scores the answer."""
+    """Return the sample number `index` of a task that asks, and scores the answer.
+
+    `num_new_tokens` are the task's own, which the user may have replaced.
+    """
     return Sample(
         name=f"{index}",
         mode="generate",
         context_ids=prompt.context_ids,
         question_ids=prompt.question_ids,
-        num_new_tokens=num_new_tokens,
+        num_new_tokens=inputs.max_new_tokens or num_new_tokens,
         answers=answers,
         scorer=scorer,
-        notes=notes,
+        notes={"tokens": len(prompt), **notes},
     )
 
 
@@ -131,7 +122,8 @@ def fitting(
             f"{what}: needs {len(known[0])} tokens without any padding, "
             f"context_tokens={limit} is too short; raise --context-tokens"
         )
-    place = _Sizes(sizes)
+    totals = [0, *itertools.accumulate(sizes)]  # of the first pieces, until they begin anew
+    round_pieces, round_size = len(sizes), totals[-1]
 
     def fits(count: int) -> bool:
         if count not in known:
@@ -141,8 +133,13 @@ def fitting(
     guess = 1
     for _ in range(_GUESSES):
         fits(guess)
-        rate = (len(known[guess]) - len(known[0])) / place.size(guess)
-        guess = max(1, place.count((limit - len(known[0])) / rate)) if rate > 0 else 2 * guess
+        rounds, rest = divmod(guess, round_pieces)
+        rate = (len(known[guess]) - len(known[0])) / (rounds * round_size + totals[rest])
+        if rate <= 0:
+            guess *= 2
+            continue
+        wanted_rounds, size = divmod((limit - len(known[0])) / rate, round_size)
+        guess = max(1, int(wanted_rounds) * round_pieces + bisect.bisect_right(totals, size) - 1)
     low, high, step = guess, guess, 1
     while low and not fits(low):
         low, high, step = max(0, low - step), low, 2 * step
@@ -152,21 +149,3 @@ def fitting(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return known[low], low
-
-
-class _Sizes:
-    """Sizes of pieces that begin anew when they run out."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._totals = [0, *itertools.accumulate(sizes)]
-
-    def size(self, count: int) -> int:
-        """Size of the first `count` pieces."""
-        rounds, rest = divmod(count, len(self._totals) - 1)
-        return rounds * self._totals[-1] + self._totals[rest]
-
-    def count(self, size: float) -> int:
-        """Return how many pieces have at most this size."""
-        rounds, rest = divmod(size, self._totals[-1])
-        number = int(rounds) * (len(self._totals) - 1)
-        return number + bisect.bisect_right(self._totals, rest) - 1

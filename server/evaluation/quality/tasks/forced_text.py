@@ -3,136 +3,103 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.quality.samples import Sample
 
-from .base import Measure, Task, TaskInputs
+from .base import Task, TaskInputs
 
 SHORT_PROMPT = 256
 
 
-class Perplexity(Task):
-    """Teacher-forced perplexity: a long prefix is prefilled, what follows goes through decode.
-
-    Prompt log-likelihoods would be prefill's, which is dense under every policy. The first forced
-    token comes from prefill too and is left out.
-    """
-
-    name = "perplexity"
-    title = "Perplexity"
-    definition = (
-        "Real text: context_tokens are prefilled, the next tokens are forced through decode one "
-        "by one; the change of perplexity against dense is what counts."
-    )
-    source = "teacher forcing, Williams & Zipser 1989"
-    measure: ClassVar[Measure] = "perplexity"
-    mode: ClassVar[Literal["force", "probe"]] = "force"
-
-    def samples(self, inputs: TaskInputs) -> list[Sample]:
-        """See `Task.samples`."""
-        length = inputs.context_tokens
-        return [
-            Sample(
-                name=name,
-                mode=self.mode,
-                context_ids=ids[:length],
-                forced_ids=ids[length:],
-                num_new_tokens=inputs.num_forced_tokens,
-                notes={"tokens": length},
-            )
-            for name, ids in windows(inputs, length + inputs.num_forced_tokens)
-        ]
+def _samples(
+    inputs: TaskInputs,
+    *,
+    mode: Literal["force", "probe", "continue"] = "force",
+    prompt_tokens: int | None = None,
+    is_long: bool = False,
+) -> list[Sample]:
+    length = prompt_tokens or inputs.context_tokens
+    count = inputs.num_long_tokens if is_long else inputs.num_forced_tokens
+    return [
+        Sample(
+            name=name,
+            mode=mode,
+            context_ids=ids[:length],
+            forced_ids=ids[length:],
+            num_new_tokens=count,
+            notes={"tokens": length, "best": 1} if is_long else {"tokens": length},
+        )
+        for name, ids in windows(inputs, length + (0 if mode == "continue" else count))
+    ]
 
 
-class Mass(Perplexity):
-    """Recovered attention mass, and recall against the oracle, while real text is forced.
-
-    Measured in float64 on the inference rank, every eighth decode step, in all layers but the
-    exact ones: the softmax over all tokens of the true query, averaged over the query heads of a
-    KV head. The oracle takes as many tokens as are attended to, those with most mass; recall is
-    the share of its tokens that are attended to. Runs on a server of its own: it costs time.
-    """
-
-    name = "mass"
-    title = "Attention mass"
-    definition = (
-        "Share of the true softmax mass that falls on attended tokens, and share of the oracle's "
-        "tokens that are attended to, while real text is forced through decode."
-    )
-    source = "this project; recall as in Quest, arXiv:2406.10774"
-    measure: ClassVar[Measure] = "mass"
-    mode: ClassVar[Literal["force", "probe"]] = "probe"
-
-
-class Continuation(Task):
-    """Long-form continuation: dense writes it greedily, a policy is asked at each token.
-
-    The policy decodes dense's tokens (forced) and says which one it would have taken. Up to the
-    first difference that is its own greedy continuation; after it, free running would compare
-    two different texts, forcing keeps comparing the same.
-    """
-
-    name = "continuation"
-    title = "Continuation"
-    definition = (
-        "Dense continues real text greedily; counted are the tokens that a policy, given dense's "
-        "text so far, would have chosen too, and where it first would not."
-    )
-    source = "this project"
-    measure: ClassVar[Measure] = "agreement"
-
-    def samples(self, inputs: TaskInputs) -> list[Sample]:
-        """See `Task.samples`."""
-        return [
-            Sample(
-                name=name,
-                mode="continue",
-                context_ids=ids,
-                num_new_tokens=inputs.num_forced_tokens,
-                notes={"tokens": inputs.context_tokens},
-            )
-            for name, ids in windows(inputs, inputs.context_tokens)
-        ]
+FORCED_TASKS = (
+    # Prompt log-likelihoods would be prefill's, which is dense under every policy. The first
+    # forced token comes from prefill too and is left out.
+    Task(
+        name="perplexity",
+        title="Perplexity",
+        definition="Real text: context_tokens are prefilled, the next tokens are forced through "
+        "decode one by one; the change of perplexity against dense is what counts.",
+        source="teacher forcing, Williams & Zipser 1989",
+        measure="perplexity",
+        samples=_samples,
+    ),
+    # The policy decodes dense's tokens (forced) and says which one it would have taken. Up to the
+    # first difference that is its own greedy continuation; after it, free running would compare
+    # two different texts, forcing keeps comparing the same.
+    Task(
+        name="continuation",
+        title="Continuation",
+        definition="Dense continues real text greedily; counted are the tokens that a policy, "
+        "given dense's text so far, would have chosen too, and where it first would not.",
+        source="this project",
+        measure="agreement",
+        samples=partial(_samples, mode="continue"),
+    ),
+    # Measured in float64 on the inference rank, every eighth decode step, in all layers but the
+    # exact ones: the softmax over all tokens of the true query, averaged over the query heads of a
+    # KV head. The oracle takes as many tokens as are attended to, those with most mass; recall is
+    # the share of its tokens that are attended to. Runs on a server of its own: it costs time.
+    Task(
+        name="mass",
+        title="Attention mass",
+        definition="Share of the true softmax mass that falls on attended tokens, and share of the "
+        "oracle's tokens that are attended to, while real text is forced through decode.",
+        source="this project; recall as in Quest, arXiv:2406.10774",
+        measure="mass",
+        samples=partial(_samples, mode="probe"),
+    ),
+)
 
 
-class LongGeneration(Task):
-    """Thousands of tokens through decode, to see whether the loss grows with what was decoded.
+def _long_generation(name: str, title: str, prompt_tokens: int | None) -> Task:
+    """Return a task of thousands of tokens, to see whether the loss grows with what was decoded.
 
     Real text is forced, so that every policy decodes the same tokens. Its log-likelihood is told
     by quarters of the forced tokens, and so is the share of tokens at which the policy's best
-    token is dense's. The prompt is the context, or `SHORT_PROMPT` tokens: then the resident set
-    fills up while decoding.
+    token is dense's. The prompt is the context, or `prompt_tokens`: then the resident set fills up
+    while decoding.
     """
+    prompt = f"{prompt_tokens} tokens" if prompt_tokens else "context_tokens"
+    return Task(
+        name=name,
+        title=title,
+        definition=f"Real text: {prompt} are prefilled, and thousands of tokens are forced through "
+        "decode; the change of perplexity against dense, by quarters of them.",
+        source="the load of AsyncSpade and SFI; forced text instead of sampling",
+        measure="long",
+        samples=partial(_samples, prompt_tokens=prompt_tokens, is_long=True),
+    )
 
-    source = "the load of AsyncSpade and SFI; forced text instead of sampling"
-    measure: ClassVar[Measure] = "long"
 
-    def __init__(self, *, is_short: bool) -> None:
-        self._is_short = is_short
-        self.name = "long_generation_short" if is_short else "long_generation"
-        self.title = "Long generation" + (", short prompt" if is_short else "")
-        prompt = f"{SHORT_PROMPT} tokens" if is_short else "context_tokens"
-        self.definition = (
-            f"Real text: {prompt} are prefilled, and thousands of tokens are forced through "
-            "decode; the change of perplexity against dense, by quarters of them."
-        )
-
-    def samples(self, inputs: TaskInputs) -> list[Sample]:
-        """See `Task.samples`."""
-        length = SHORT_PROMPT if self._is_short else inputs.context_tokens
-        return [
-            Sample(
-                name=name,
-                mode="force",
-                context_ids=ids[:length],
-                forced_ids=ids[length:],
-                num_new_tokens=inputs.num_long_tokens,
-                notes={"tokens": length, "best": 1},
-            )
-            for name, ids in windows(inputs, length + inputs.num_long_tokens)
-        ]
+LONG_TASKS = (
+    _long_generation("long_generation", "Long generation", None),
+    _long_generation("long_generation_short", "Long generation, short prompt", SHORT_PROMPT),
+)
 
 
 def windows(inputs: TaskInputs, length: int) -> list[tuple[str, list[int]]]:

@@ -78,17 +78,14 @@ def take(padding: Sequence[str], count: int) -> list[str]:
 
 def insert(pieces: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:
     """Return the pieces with each needle before the piece at its depth; equal depths keep order."""
-    places = sorted(zip((round(d * len(pieces)) for d in depths), needles, strict=True), key=_place)
+    at = (round(depth * len(pieces)) for depth in depths)
+    places = sorted(zip(at, needles, strict=True), key=lambda item: item[0])
     found: list[str] = []
     last = 0
     for place, text in places:
         found += [*pieces[last:place], text]
         last = place
     return [*found, *pieces[last:]]
-
-
-def _place(item: tuple[int, str]) -> int:
-    return item[0]
 
 
 @functools.lru_cache(maxsize=64)

@@ -52,15 +52,15 @@ class Record:
     """One line as a question."""
 
     context: str
-    question: str
-    answer_prefix: str
     answers: list[str]
     scorer: str
     num_new_tokens: int
+    question: str = ""
+    answer_prefix: str = ""
 
 
-class JsonlFile(Task):
-    """The first lines of a file in the format of LongBench, RULER or AIME.
+def jsonl_task(path: Path) -> Task:
+    """Return a task of the first lines of a file in the format of LongBench, RULER or AIME.
 
     LongBench: ``input``, ``context``, ``answers``, ``dataset``. RULER: ``input``, ``outputs``, and
     ``answer_prefix`` where the prefix is not part of the input. AIME: ``problem`` or ``question``,
@@ -68,40 +68,35 @@ class JsonlFile(Task):
     sample's notes say so. Raises `SettingsError` if the file is missing, empty, or in none of these
     formats.
     """
+    lines = _read_lines(path)
+    kind = _format_of(path, lines[0])
+    read, source = _FORMATS[kind]
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines = _read_lines(path)
-        self._kind, self._reader = _format_of(path, self._lines[0])
-        self.name = "file_" + re.sub(r"\W+", "_", path.stem)
-        self.title = path.stem
-        self.definition = f"{len(self._lines)} lines of {path.name}, format {self._kind}."
-        self.source = _SOURCES[self._kind]
-
-    def samples(self, inputs: TaskInputs) -> list[Sample]:
-        """See `Task.samples`."""
-        lines = self._lines[: inputs.num_samples]
-        return [self._sample(inputs, i, line) for i, line in enumerate(lines)]
-
-    def _sample(self, inputs: TaskInputs, index: int, line: dict[str, Any]) -> Sample:
+    def sample(inputs: TaskInputs, index: int) -> Sample:
+        what = f"{path}, line {index + 1}"
         try:
-            record = self._reader(self._path, line)
+            record = read(path, lines[index])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise SettingsError(
-                f"{self._path}, line {index + 1}: not in the format of {self._kind} "
-                f"({type(error).__name__}: {error})"
+                f"{what}: not in the format of {kind} ({type(error).__name__}: {error})"
             ) from error
-        prompt = inputs.prompts.build(record.context, record.question, record.answer_prefix)
-        full = len(prompt)
-        prompt = _without_middle(prompt, inputs.context_tokens, f"{self._path}, line {index + 1}")
+        full = inputs.prompts.build(record.context, record.question, record.answer_prefix)
+        prompt = _without_middle(full, inputs.context_tokens, what)
         return question_sample(
-            index,
-            prompt,
-            num_new_tokens=inputs.new_tokens(record.num_new_tokens),
-            answers=record.answers,
-            scorer=record.scorer,
-            notes={"tokens": len(prompt), "tokens_cut_out": full - len(prompt)},
-        )
+            inputs, index, prompt, record.answers,
+            num_new_tokens=record.num_new_tokens, scorer=record.scorer,
+            tokens_cut_out=len(full) - len(prompt),
+        )  # fmt: skip
+
+    return Task(
+        name="file_" + re.sub(r"\W+", "_", path.stem),
+        title=path.stem,
+        definition=f"{len(lines)} lines of {path.name}, format {kind}.",
+        source=source,
+        samples=lambda inputs: [
+            sample(inputs, i) for i in range(min(inputs.num_samples, len(lines)))
+        ],
+    )
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -125,15 +120,13 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _format_of(
-    path: Path, line: dict[str, Any]
-) -> tuple[str, Callable[[Path, dict[str, Any]], Record]]:
+def _format_of(path: Path, line: dict[str, Any]) -> str:
     if {"input", "context", "answers"} <= line.keys():
-        return "LongBench", _longbench
+        return "LongBench"
     if {"input", "outputs"} <= line.keys():
-        return "RULER", _ruler
+        return "RULER"
     if "answer" in line and {"problem", "question", "Problem"} & line.keys():
-        return "AIME", _aime
+        return "AIME"
     raise SettingsError(
         f"task file:{path}: fields {', '.join(sorted(line))} are those of no known format; known: "
         "LongBench (input, context, answers), RULER (input, outputs), AIME (problem, answer)"
@@ -151,11 +144,10 @@ def _longbench(path: Path, line: dict[str, Any]) -> Record:
     before, marker, after = template.partition("{context}")
     if not marker:
         raise SettingsError(f"{path}: the template of {name} has no {{context}}")
-    fill = {"input": str(line["input"])}
+    asked = str(line["input"])
     return Record(
-        context=before.replace("{input}", fill["input"]) + str(line["context"]),
-        question=after.replace("{input}", fill["input"]),
-        answer_prefix="",
+        context=before.replace("{input}", asked) + str(line["context"]),
+        question=after.replace("{input}", asked),
         answers=[str(answer) for answer in line["answers"]],
         scorer=scorer,
         num_new_tokens=num_new_tokens,
@@ -188,23 +180,20 @@ def _ruler(path: Path, line: dict[str, Any]) -> Record:
     )
 
 
-def _aime(path: Path, line: dict[str, Any]) -> Record:
-    del path
+def _aime(_: Path, line: dict[str, Any]) -> Record:
     problem = next(line[key] for key in ("problem", "question", "Problem") if key in line)
     return Record(
         context=_AIME_PROMPT.format(problem=problem),
-        question="",
-        answer_prefix="",
         answers=[str(int(str(line["answer"]).strip()))],
         scorer="final_number",
         num_new_tokens=_AIME_TOKENS,
     )
 
 
-_SOURCES = {
-    "LongBench": "LongBench, arXiv:2308.14508",
-    "RULER": "RULER, arXiv:2404.06654",
-    "AIME": "American Invitational Mathematics Examination",
+_FORMATS: dict[str, tuple[Callable[[Path, dict[str, Any]], Record], str]] = {
+    "LongBench": (_longbench, "LongBench, arXiv:2308.14508"),
+    "RULER": (_ruler, "RULER, arXiv:2404.06654"),
+    "AIME": (_aime, "American Invitational Mathematics Examination"),
 }
 
 

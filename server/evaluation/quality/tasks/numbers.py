@@ -10,162 +10,137 @@ from random import Random
 
 from . import haystack
 from .multi_document_qa import names_of_people
-from .shared_context import QUESTIONS, Facts, Question, SharedContextTask
-
-
-class EightKeys(SharedContextTask):
-    """RULER's ``niah_multikey_1`` with eight keys, each of which is asked for."""
-
-    name = "niah_eight_keys"
-    title = "Needle, eight keys"
-    definition = (
-        "Eight numbers of seven digits are hidden in text under different keys; each key is asked "
-        "for in a request of its own."
-    )
-    opening = (
-        "Some special magic numbers are hidden within the following text. Make sure to memorize "
-        "them. I will quiz you about the numbers afterwards.\n"
-    )
-
-    def facts(self, generator: Random, count: int) -> Facts:
-        """See `SharedContextTask.facts`."""
-        del count
-        keys = haystack.keys(generator, QUESTIONS)
-        values = haystack.numbers(generator, QUESTIONS)
-        return Facts(
-            [haystack.needle(key, value) for key, value in zip(keys, values, strict=True)],
-            [
-                Question(
-                    f"\nWhat is the special magic number for {key} mentioned in the provided text?",
-                    f" The special magic number for {key} mentioned in the provided text is",
-                    value,
-                )
-                for key, value in zip(keys, values, strict=True)
-            ],
-        )
-
-
-class Records(SharedContextTask):
-    """RULER's ``niah_multikey_3`` with numbers: the context is nothing but records."""
-
-    name = "records"
-    title = "One of many records"
-    definition = (
-        "The context is a list of records, a number of six digits and one of seven each; the "
-        "second is asked for, given the first."
-    )
-    opening = "Here is a list of records.\n\n"
-    in_text = False
-
-    def facts(self, generator: Random, count: int) -> Facts:
-        """See `SharedContextTask.facts`."""
-        keys = [str(n) for n in generator.sample(range(100_000, 1_000_000), count)]
-        values = haystack.numbers(generator, count)
-        size = count // QUESTIONS  # even shares of the list, so that all depths are asked for
-        asked = [i * size + generator.randrange(size) for i in range(QUESTIONS)]
-        return Facts(
-            lines=[f"record {key}: {value}" for key, value in zip(keys, values, strict=True)],
-            questions=[
-                Question(
-                    f"\nWhat is stored for record {keys[i]}? Answer with the number.",
-                    f" The number stored for record {keys[i]} is",
-                    values[i],
-                )
-                for i in asked
-            ],
-            needed=frozenset(asked),
-        )
-
-
-class VariableValue(SharedContextTask):
-    """RULER's ``vt`` the other way round: the number at the end of a chain of assignments."""
-
-    name = "variable_value"
-    title = "Value of a variable"
-    definition = (
-        "Eight numbers are assigned to variables in text, and each is passed on to two more; the "
-        "value of the last variable of each chain is asked for."
-    )
-    opening = (
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    )
-
-    def facts(self, generator: Random, count: int) -> Facts:
-        """See `SharedContextTask.facts`."""
-        del count
-        letters = generator.sample([a + b for a in _LETTERS for b in _LETTERS], 3 * QUESTIONS)
-        names = [f"X{letter}{i}" for i, letter in enumerate(letters)]
-        values = [str(n) for n in generator.sample(range(10_000, 100_000), QUESTIONS)]
-        hops: list[list[str]] = [[], [], []]
-        questions = []
-        for i, value in enumerate(values):
-            first, second, last = names[3 * i : 3 * i + 3]
-            hops[0].append(f"VAR {first} = {value}")
-            hops[1].append(f"VAR {second} = VAR {first}")
-            hops[2].append(f"VAR {last} = VAR {second}")
-            questions.append(
-                Question(
-                    f"\nQuestion: What is the value of the variable {last} in the text above? "
-                    "Answer with the number.",
-                    f" The value of the variable {last} is",
-                    value,
-                )
-            )
-        for lines in hops:
-            generator.shuffle(lines)
-        return Facts([line for lines in hops for line in lines], questions)
-
-
-class DocumentNumbers(SharedContextTask):
-    """Numbered documents of like form; a number of one, or of two together, is asked for.
-
-    Every other question needs two documents: a person's firm, and the firm's number.
-    """
-
-    name = "multi_document_numbers"
-    title = "Multi-document QA, numbers"
-    definition = (
-        "Generated notes on people and firms, numbered; every other question asks for a number in "
-        "one of them, the rest for one that two make together."
-    )
-    source = "after arXiv:2307.03172 and arXiv:1809.09600; generated facts"
-    opening = "Read the following documents and answer the question after them.\n\n"
-    in_text = False
-
-    def facts(self, generator: Random, count: int) -> Facts:
-        """See `SharedContextTask.facts`."""
-        count = max(QUESTIONS, count // 2)
-        people = names_of_people(generator, count)
-        values = haystack.numbers(generator, 2 * count)
-        firms = [f"Firm {n}" for n in generator.sample(range(1000, 10_000), count)]
-        texts = [
-            f"{people[i]} works for {firms[i]}. The badge number of {people[i]} is {values[i]}."
-            for i in range(count)
-        ]
-        texts += [
-            f"{firms[i]} is a company. The licence number of {firms[i]} is {values[count + i]}."
-            for i in range(count)
-        ]
-        questions = []
-        for i in range(QUESTIONS):
-            is_one = i % 2 == 0
-            what = f"badge number of {people[i]}"
-            if not is_one:
-                what = f"licence number of the company that {people[i]} works for"
-            questions.append(
-                Question(
-                    f"\nQuestion: What is the {what}? Answer with the number.",
-                    f" The {what} is",
-                    values[i] if is_one else values[count + i],
-                )
-            )
-        needed = set(range(QUESTIONS)) | {count + i for i in range(QUESTIONS)}
-        order = list(range(2 * count))
-        generator.shuffle(order)
-        lines = [f"Document [{n}] {texts[i]}" for n, i in enumerate(order, 1)]
-        return Facts(lines, questions, frozenset(n for n, i in enumerate(order) if i in needed))
-
+from .shared_context import QUESTIONS, Facts, Question, shared_context_task
 
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 
-NUMBER_TASKS = (EightKeys(), Records(), VariableValue(), DocumentNumbers())
+
+def _eight_keys(generator: Random, _: int) -> Facts:
+    keys = haystack.keys(generator, QUESTIONS)
+    values = haystack.numbers(generator, QUESTIONS)
+    return Facts(
+        [haystack.needle(key, value) for key, value in zip(keys, values, strict=True)],
+        [
+            Question(
+                f"\nWhat is the special magic number for {key} mentioned in the provided text?",
+                f" The special magic number for {key} mentioned in the provided text is",
+                value,
+            )
+            for key, value in zip(keys, values, strict=True)
+        ],
+    )
+
+
+def _records(generator: Random, count: int) -> Facts:
+    keys = [str(n) for n in generator.sample(range(100_000, 1_000_000), count)]
+    values = haystack.numbers(generator, count)
+    size = count // QUESTIONS  # even shares of the list, so that all depths are asked for
+    asked = [i * size + generator.randrange(size) for i in range(QUESTIONS)]
+    return Facts(
+        [f"record {key}: {value}" for key, value in zip(keys, values, strict=True)],
+        [
+            Question(
+                f"\nWhat is stored for record {keys[i]}? Answer with the number.",
+                f" The number stored for record {keys[i]} is",
+                values[i],
+            )
+            for i in asked
+        ],
+        needed=frozenset(asked),
+    )
+
+
+def _variable_value(generator: Random, _: int) -> Facts:
+    letters = generator.sample([a + b for a in _LETTERS for b in _LETTERS], 3 * QUESTIONS)
+    names = [f"X{letter}{i}" for i, letter in enumerate(letters)]
+    chains = list(zip(names[::3], names[1::3], names[2::3], strict=True))
+    values = [str(n) for n in generator.sample(range(10_000, 100_000), QUESTIONS)]
+    hops = [
+        [f"VAR {first} = {value}" for (first, _, _), value in zip(chains, values, strict=True)],
+        [f"VAR {second} = VAR {first}" for first, second, _ in chains],
+        [f"VAR {last} = VAR {second}" for _, second, last in chains],
+    ]
+    for lines in hops:
+        generator.shuffle(lines)
+    return Facts(
+        [line for lines in hops for line in lines],
+        [
+            Question(
+                f"\nQuestion: What is the value of the variable {last} in the text above? Answer "
+                "with the number.",
+                f" The value of the variable {last} is",
+                value,
+            )
+            for (_, _, last), value in zip(chains, values, strict=True)
+        ],
+    )
+
+
+def _document_numbers(generator: Random, count: int) -> Facts:
+    """Every other question needs two documents: a person's firm, and the firm's number."""
+    count = max(QUESTIONS, count // 2)
+    people = names_of_people(generator, count)
+    values = haystack.numbers(generator, 2 * count)
+    firms = [f"Firm {n}" for n in generator.sample(range(1000, 10_000), count)]
+    texts = [
+        f"{people[i]} works for {firms[i]}. The badge number of {people[i]} is {values[i]}."
+        for i in range(count)
+    ]
+    texts += [
+        f"{firms[i]} is a company. The licence number of {firms[i]} is {values[count + i]}."
+        for i in range(count)
+    ]
+    questions = []
+    for i in range(QUESTIONS):
+        what, answer = f"badge number of {people[i]}", values[i]
+        if i % 2:
+            what = f"licence number of the company that {people[i]} works for"
+            answer = values[count + i]
+        text = f"\nQuestion: What is the {what}? Answer with the number."
+        questions.append(Question(text, f" The {what} is", answer))
+    needed = set(range(QUESTIONS)) | {count + i for i in range(QUESTIONS)}
+    order = list(range(2 * count))
+    generator.shuffle(order)
+    lines = [f"Document [{n}] {texts[i]}" for n, i in enumerate(order, 1)]
+    return Facts(lines, questions, frozenset(n for n, i in enumerate(order) if i in needed))
+
+
+NUMBER_TASKS = (
+    shared_context_task(  # RULER's niah_multikey_1 with eight keys
+        "niah_eight_keys",
+        "Needle, eight keys",
+        "Eight numbers of seven digits are hidden in text under different keys; each key is asked "
+        "for in a request of its own.",
+        opening="Some special magic numbers are hidden within the following text. Make sure to "
+        "memorize them. I will quiz you about the numbers afterwards.\n",
+        facts=_eight_keys,
+    ),
+    shared_context_task(  # RULER's niah_multikey_3 with numbers
+        "records",
+        "One of many records",
+        "The context is a list of records, a number of six digits and one of seven each; the "
+        "second is asked for, given the first.",
+        opening="Here is a list of records.\n\n",
+        facts=_records,
+        in_text=False,
+    ),
+    shared_context_task(  # RULER's vt the other way round
+        "variable_value",
+        "Value of a variable",
+        "Eight numbers are assigned to variables in text, and each is passed on to two more; the "
+        "value of the last variable of each chain is asked for.",
+        opening="Memorize and track the chain(s) of variable assignment hidden in the following "
+        "text.\n\n",
+        facts=_variable_value,
+    ),
+    shared_context_task(
+        "multi_document_numbers",
+        "Multi-document QA, numbers",
+        "Generated notes on people and firms, numbered; every other question asks for a number in "
+        "one of them, the rest for one that two make together.",
+        opening="Read the following documents and answer the question after them.\n\n",
+        facts=_document_numbers,
+        in_text=False,
+        source="after arXiv:2307.03172 and arXiv:1809.09600; generated facts",
+    ),
+)

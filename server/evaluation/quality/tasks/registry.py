@@ -8,6 +8,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,80 +17,79 @@ from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.evaluation.quality.samples import Sample
 
 from .base import Task, TaskInputs
-from .forced_text import Continuation, LongGeneration, Mass, Perplexity
-from .jsonl_file import JsonlFile
-from .multi_document_qa import MultiDocumentQa
+from .forced_text import FORCED_TASKS, LONG_TASKS
+from .jsonl_file import jsonl_task
+from .multi_document_qa import MULTI_DOCUMENT_QA
 from .needles import NEEDLE_TASKS
 from .numbers import NUMBER_TASKS
-from .variable_tracking import VariableTracking
+from .variable_tracking import VARIABLE_TRACKING
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        *(Perplexity(), Continuation(), Mass(), *NEEDLE_TASKS),
-        *(VariableTracking(), MultiDocumentQa(), *NUMBER_TASKS),
-        *(LongGeneration(is_short=False), LongGeneration(is_short=True)),
+        *FORCED_TASKS, *NEEDLE_TASKS, VARIABLE_TRACKING, MULTI_DOCUMENT_QA, *NUMBER_TASKS,
+        *LONG_TASKS,
     )
-}
+}  # fmt: skip
 FILE_PREFIX = "file:"
 LATE_SUFFIX = "+late"
 TURN_SUFFIX = "+turn"
 _AT_CONTEXT = re.compile(r"(.+)@(\d+[km]?)", re.IGNORECASE)
 
 
-class QuestionApart(Task):
-    """A task whose question is not prefilled with the context.
+_APART: dict[str, tuple[str, str, dict[str, Any]]] = {
+    LATE_SUFFIX: (
+        "late question",
+        "The question is decoded token by token after the context: what is resident when it begins "
+        "was chosen without seeing it.",
+        {"late_question": True},
+    ),
+    TURN_SUFFIX: (
+        "later turn",
+        "The context is sent alone first, and one token decoded; the question comes with the "
+        "context repeated in a second request, of which what is cached is not computed again.",
+        {"mode": "follow_up"},
+    ),
+}
+"""Of each suffix: what it adds to title and definition, and what is other about a sample."""
+
+
+def _question_apart(task: Task, suffix: str) -> Task:
+    """Return a task whose question is not prefilled with the context.
 
     With `LATE_SUFFIX` the question is decoded after the context. With `TURN_SUFFIX` it comes in a
     second request, that of a later turn; the context was served before, alone.
     """
+    title, how, other = _APART[suffix]
 
-    def __init__(self, task: Task, suffix: str) -> None:
-        self._task, self._suffix = task, suffix
-        self.name = f"{task.name}_{suffix[1:]}"
-        self.source = task.source
-        if suffix == LATE_SUFFIX:
-            self.title = f"{task.title}, late question"
-            how = (
-                "The question is decoded token by token after the context: what is resident when "
-                "it begins was chosen without seeing it."
-            )
-        else:
-            self.title = f"{task.title}, later turn"
-            how = (
-                "The context is sent alone first, and one token decoded; the question comes with "
-                "the context repeated in a second request, of which what is cached is not "
-                "computed again."
-            )
-        self.definition = f"{task.definition} {how}"
-
-    def samples(self, inputs: TaskInputs) -> list[Sample]:
-        """See `Task.samples`."""
-        found, name = _samples(self._task, inputs), self._task.name
+    def samples(inputs: TaskInputs) -> list[Sample]:
+        found = _samples(task, inputs)
         if not all(s.mode == "generate" and s.question_ids for s in found):
             raise SettingsError(
-                f"task={name}{self._suffix}: {name} asks no question; only tasks that do can have "
-                "it after the context"
+                f"task={task.name}{suffix}: {task.name} asks no question; only tasks that do can "
+                "have it after the context"
             )
-        if self._suffix == LATE_SUFFIX:
-            return [msgspec.structs.replace(s, late_question=True) for s in found]
-        return [msgspec.structs.replace(s, mode="follow_up") for s in found]
+        return [msgspec.structs.replace(sample, **other) for sample in found]
+
+    return Task(
+        name=f"{task.name}_{suffix[1:]}",
+        title=f"{task.title}, {title}",
+        definition=f"{task.definition} {how}",
+        source=task.source,
+        samples=samples,
+    )
 
 
-class AtContext(Task):
-    """A task at one of several context lengths, which is a part of its name."""
-
-    def __init__(self, task: Task, tokens: int) -> None:
-        short = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
-        self._task, self._tokens = task, tokens
-        self.name = f"{task.name}@{short}"
-        self.title = f"{task.title}, {short.upper()}"
-        self.definition, self.source = task.definition, task.source
-        self.measure, self.context_tokens = task.measure, tokens  # type: ignore[misc]
-
-    def samples(self, inputs: TaskInputs) -> list[Sample]:
-        """See `Task.samples`."""
-        return _samples(self._task, dataclasses.replace(inputs, context_tokens=self._tokens))
+def _at_context(task: Task, tokens: int) -> Task:
+    """Return a task at one of several context lengths, which is a part of its name."""
+    short = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+    return dataclasses.replace(
+        task,
+        name=f"{task.name}@{short}",
+        title=f"{task.title}, {short.upper()}",
+        context_tokens=tokens,
+        samples=lambda inputs: _samples(task, dataclasses.replace(inputs, context_tokens=tokens)),
+    )
 
 
 def _samples(task: Task, inputs: TaskInputs) -> list[Sample]:
@@ -121,7 +121,7 @@ def find_tasks(names: Sequence[str], contexts: Sequence[int] = ()) -> list[Task]
         if match is None and (len(lengths) < 2 or task.name in _ONE_LENGTH):
             found.append(task)
         else:
-            found += [AtContext(task, tokens) for tokens in lengths]
+            found += [_at_context(task, tokens) for tokens in lengths]
     known = [task.name for task in found]
     twice = next((name for name in known if known.count(name) > 1), None)
     if twice is not None:
@@ -133,9 +133,8 @@ def find_tasks(names: Sequence[str], contexts: Sequence[int] = ()) -> list[Task]
 
 def _find_task(name: str) -> Task:
     base = name.removesuffix(LATE_SUFFIX).removesuffix(TURN_SUFFIX)
-    task: Task
     if base.startswith(FILE_PREFIX):
-        task = JsonlFile(Path(base.removeprefix(FILE_PREFIX)).expanduser())
+        task = jsonl_task(Path(base.removeprefix(FILE_PREFIX)).expanduser())
     elif base in TASKS:
         task = TASKS[base]
     else:
@@ -144,13 +143,10 @@ def _find_task(name: str) -> Task:
             f"JSONL file; {LATE_SUFFIX} at the end makes the question come late, {TURN_SUFFIX} "
             "in a later request, @8k sets the context"
         )
-    if name == base + LATE_SUFFIX:
-        return QuestionApart(task, LATE_SUFFIX)
-    if name == base + TURN_SUFFIX:
-        return QuestionApart(task, TURN_SUFFIX)
-    if name != base:
+    suffix = name.removeprefix(base)
+    if suffix and suffix not in _APART:
         raise SettingsError(f"task={name}: a question is late or in a later turn, not both")
-    return task
+    return _question_apart(task, suffix) if suffix else task
 
 
 _ONE_LENGTH = {"long_generation_short"}

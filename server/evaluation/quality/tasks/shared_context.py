@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import bisect
 import functools
-from abc import abstractmethod
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -51,58 +51,54 @@ class Facts(NamedTuple):
     needed: frozenset[int] = frozenset()
 
 
-class SharedContextTask(Task):
-    """Facts in real text, or in lines alone; `QUESTIONS` questions share a context."""
+def shared_context_task(
+    name: str,
+    title: str,
+    definition: str,
+    *,
+    opening: str,
+    facts: Callable[[Random, int], Facts],
+    in_text: bool = True,
+    source: str = "after RULER, arXiv:2404.06654; contexts are shared by questions",
+) -> Task:
+    """Return a task of facts in real text, or in lines alone; questions share a context.
 
-    opening: str
-    """Stands before the context."""
-    in_text: bool = True
-    """Whether the lines are spread over real text. Else they are the context, as many as fit."""
-    source = "after RULER, arXiv:2404.06654; contexts are shared by questions"
-    num_new_tokens = 16
+    `opening` stands before the context. Where the lines are not `in_text` they are the context, as
+    many as fit; `facts` is asked for about so many.
+    """
 
-    @abstractmethod
-    def facts(self, generator: Random, count: int) -> Facts:
-        """Return facts; if `in_text` is false, about `count` lines."""
-
-    def samples(self, inputs: TaskInputs) -> list[Sample]:
-        """See `Task.samples`."""
-        found: list[Sample] = []
-        for group in range(-(-inputs.num_samples // QUESTIONS)):
-            found += self._of_context(inputs, group)
-        return found[: inputs.num_samples]
-
-    def _of_context(self, inputs: TaskInputs, group: int) -> list[Sample]:
-        generator = inputs.generator(self.name, group)
-        facts = self.facts(generator, self._num_facts(inputs))
-        asked = [
-            inputs.prompts.build("", question.text, question.prefix).question_ids
-            for question in facts.questions
-        ]
-        room = _shared_length(inputs.context_tokens - max(map(len, asked)), self.name)
-        opening = inputs.prompts.build(self.opening).context_ids
-        body = _Body(inputs, generator, room - len(opening), self.name)
-        middle = body.with_facts(facts.lines) if self.in_text else body.of_lines(facts)
+    def of_context(inputs: TaskInputs, group: int) -> list[Sample]:
+        generator = inputs.generator(name, group)
+        num_facts = QUESTIONS if in_text else _num_lines(inputs, facts)
+        found = facts(generator, num_facts)
+        build = inputs.prompts.build
+        asked = [build("", each.text, each.prefix).question_ids for each in found.questions]
+        before = build(opening).context_ids
+        room = _shared_length(inputs.context_tokens - max(map(len, asked)), name) - len(before)
+        body = _Body(inputs, generator, room, name)
+        context = before + (body.with_facts(found.lines) if in_text else body.of_lines(found))
         return [
             question_sample(
-                group * QUESTIONS + i,
-                Prompt(opening + middle, ids),
-                num_new_tokens=inputs.new_tokens(self.num_new_tokens),
-                answers=[question.answer],
-                scorer="string_match_all",
-                notes={"context": group, "tokens": len(opening) + len(middle) + len(ids)},
+                inputs, group * QUESTIONS + i, Prompt(context, ids), [question.answer],
+                num_new_tokens=16, context=group,
             )
-            for i, (question, ids) in enumerate(zip(facts.questions, asked, strict=True))
-        ]
+            for i, (question, ids) in enumerate(zip(found.questions, asked, strict=True))
+        ]  # fmt: skip
 
-    def _num_facts(self, inputs: TaskInputs) -> int:
-        """Return about how many lines fit, where they are all that a context has."""
-        if self.in_text:
-            return QUESTIONS
-        few = self.facts(Random(0), 2 * QUESTIONS)
-        encode = inputs.prompts.tokenizer.encode
-        used = sum(len(encode(f"{line}\n", add_special_tokens=False)) for line in few.lines)
-        return max(2 * QUESTIONS, inputs.context_tokens * len(few.lines) // used)
+    def samples(inputs: TaskInputs) -> list[Sample]:
+        groups = range(-(-inputs.num_samples // QUESTIONS))
+        found = itertools.chain.from_iterable(of_context(inputs, group) for group in groups)
+        return list(found)[: inputs.num_samples]
+
+    return Task(name=name, title=title, definition=definition, source=source, samples=samples)
+
+
+def _num_lines(inputs: TaskInputs, facts: Callable[[Random, int], Facts]) -> int:
+    """Return about how many lines fit."""
+    few = facts(Random(0), 2 * QUESTIONS)
+    encode = inputs.prompts.tokenizer.encode
+    used = sum(len(encode(f"{line}\n", add_special_tokens=False)) for line in few.lines)
+    return max(2 * QUESTIONS, inputs.context_tokens * len(few.lines) // used)
 
 
 def _shared_length(room: int, name: str) -> int:
@@ -120,7 +116,7 @@ class _Body:
     """Makes the tokens of one context, exactly `length` of them."""
 
     def __init__(self, inputs: TaskInputs, generator: Random, length: int, name: str) -> None:
-        self._prompts, self._generator = inputs.prompts, generator
+        self._tokenizer, self._generator = inputs.prompts.tokenizer, generator
         self._texts = list(inputs.corpus.texts.values())
         self._length, self._name = length, name
 
@@ -131,13 +127,14 @@ class _Body:
         if room < len(facts):
             self._refuse(self._length - room)
         text = self._text(room)
-        ends = _ends(self._prompts.tokenizer, text)
+        ends = [i + 1 for i, token in enumerate(text) if _is_end(self._tokenizer, token)]
         found: list[int] = []
         last = 0
         for i, fact in enumerate(facts):
             # Anywhere within its share of the context: depths are even, and not the same.
             wanted = int((i + self._generator.random()) / len(facts) * room)
-            place = max(last, _at_or_after(ends, wanted, room))
+            at = bisect.bisect_left(ends, wanted)
+            place = max(last, ends[at] if at < len(ends) else room)
             found += [*text[last:place], *fact]
             last = place
         return found + text[last:]
@@ -153,27 +150,21 @@ class _Body:
             if i not in kept and size + len(line) <= self._length:
                 kept.add(i)
                 size += len(line)
-        body = [token for i in sorted(kept) for token in lines[i]]
-        return self._text(self._length - len(body)) + body
+        return self._text(self._length - size) + [x for i in sorted(kept) for x in lines[i]]
 
     def _text(self, length: int) -> list[int]:
         """Return `length` tokens of the corpus, from a random place on."""
         if not length:
             return []
-        ids = self._encoded(self._generator.choice(self._texts))
+        ids = _encoded(self._tokenizer, self._generator.choice(self._texts))
         if not ids:
             raise SettingsError("corpus: no text in it; give longer texts with --corpus")
         start = self._generator.randrange(max(1, len(ids) - length))
-        found = list(ids[start : start + length])
-        while len(found) < length:  # a short text begins anew
-            found += ids[: length - len(found)]
-        return found
+        found = ids[start : start + length]  # a short text begins anew
+        return list(itertools.islice(itertools.chain(found, itertools.cycle(ids)), length))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._prompts.tokenizer.encode(text, add_special_tokens=False))
-
-    def _encoded(self, text: str) -> tuple[int, ...]:
-        return _encoded(self._prompts.tokenizer, text)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _refuse(self, needed: int) -> None:
         raise SettingsError(
@@ -187,16 +178,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _ends(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
-    """Return the places behind a token that ends a line or a sentence, ascending."""
-    return [i + 1 for i, token in enumerate(ids) if _is_end(tokenizer, token)]
-
-
 @functools.lru_cache(maxsize=1 << 18)
 def _is_end(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether a token ends a line or a sentence."""
     return tokenizer.decode([token]).endswith(("\n", ".", "!", "?"))
-
-
-def _at_or_after(places: Sequence[int], wanted: int, otherwise: int) -> int:
-    at = bisect.bisect_left(places, wanted)
-    return places[at] if at < len(places) else otherwise

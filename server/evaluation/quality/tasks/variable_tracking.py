@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow a chain of assignments through the text."""
+"""RULER's ``vt``: one chain of assignments, four hops, in a repeated sentence.
+
+Templates are used word for word. As in RULER, one solved example with names of three letters
+precedes the text. Deviation: the example has five sentences of noise, whatever the length.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from tandemkv.server.evaluation.quality.samples import Sample
 from tandemkv.server.evaluation.tokenizing import Prompt
 
 from . import haystack
-from .base import GeneratedTask, TaskInputs, fitting, question_sample
+from .base import Task, TaskInputs, fitting, one_by_one, question_sample
 
 NUM_HOPS = 4
 _OPENING = (
@@ -24,56 +28,33 @@ _PREFIX = (
 )
 
 
-class VariableTracking(GeneratedTask):
-    """RULER's ``vt``: one chain, four hops, in a repeated sentence; templates word for word.
+_EXAMPLE_VALUE = "12345"
+_EXAMPLE_DEPTHS = tuple(i / NUM_HOPS for i in range(NUM_HOPS + 1))
+_NAME = "variable_tracking"
 
-    As in RULER, one solved example with names of three letters precedes the text. Deviation: the
-    example has five sentences of noise, whatever the length.
-    """
 
-    name = "variable_tracking"
-    title = "Variable tracking"
-    definition = (
-        "A number is assigned to a variable and passed on four times, at random depths of a "
-        "repeated sentence; all five variables are asked for."
+def _sample(inputs: TaskInputs, index: int) -> Sample:
+    generator = inputs.generator(_NAME, index)
+    example_names, example = _chain(generator, _EXAMPLE_VALUE, letters=3)
+    value = str(generator.randint(10_000, 99_999))
+    names, assignments = _chain(generator, value, letters=5)
+    depths = sorted(generator.sample(haystack.DEPTHS, len(assignments)))
+    example_text = " ".join(haystack.insert([haystack.NOISE] * 5, example, _EXAMPLE_DEPTHS))
+    solved = (
+        f"{_OPENING}{example_text}{_QUESTION.format(value=_EXAMPLE_VALUE)}"
+        f"{_PREFIX.format(count=len(names), value=_EXAMPLE_VALUE)}{' '.join(example_names)}\n\n"
     )
-    source = "RULER, arXiv:2404.06654"
-    num_new_tokens = 40
 
-    def sample(self, inputs: TaskInputs, index: int) -> Sample:
-        """See `GeneratedTask.sample`."""
-        generator = inputs.generator(self.name, index)
-        example_names, example = _chain(generator, "12345", letters=3)
-        example_text = " ".join(haystack.insert([haystack.NOISE] * 5, example, _DEPTHS))
-        value = str(generator.randint(10_000, 99_999))
-        names, assignments = _chain(generator, value, letters=5)
-        depths = sorted(generator.sample(haystack.DEPTHS, len(assignments)))
-        count = len(names)
-        example_full = (
-            f"{_OPENING}{example_text}{_QUESTION.format(value='12345')}"
-            f"{_PREFIX.format(count=count, value='12345')}{' '.join(example_names)}\n\n"
+    def build(repeats: int) -> Prompt:
+        text = "\n".join(haystack.insert([haystack.NOISE] * repeats, assignments, depths))
+        return inputs.prompts.build(
+            solved + _OPENING + text,
+            _QUESTION.format(value=value),
+            _PREFIX.format(count=len(names), value=value).rstrip(),
         )
 
-        def build(repeats: int) -> Prompt:
-            text = "\n".join(haystack.insert([haystack.NOISE] * repeats, assignments, depths))
-            return inputs.prompts.build(
-                example_full + _OPENING + text,
-                _QUESTION.format(value=value),
-                _PREFIX.format(count=count, value=value).rstrip(),
-            )
-
-        prompt, _ = fitting(build, inputs.context_tokens, what=self.name)
-        return question_sample(
-            index,
-            prompt,
-            num_new_tokens=inputs.new_tokens(self.num_new_tokens),
-            answers=names,
-            scorer="string_match_all",
-            notes={"tokens": len(prompt), "value": value},
-        )
-
-
-_DEPTHS = tuple(i / NUM_HOPS for i in range(NUM_HOPS + 1))
+    prompt, _ = fitting(build, inputs.context_tokens, what=_NAME)
+    return question_sample(inputs, index, prompt, names, num_new_tokens=40, value=value)
 
 
 def _chain(generator: Random, value: str, *, letters: int) -> tuple[list[str], list[str]]:
@@ -82,7 +63,15 @@ def _chain(generator: Random, value: str, *, letters: int) -> tuple[list[str], l
     while len(names) <= NUM_HOPS:
         names["".join(generator.choices(string.ascii_uppercase, k=letters))] = None
     chain = list(names)
-    assignments = [f"VAR {chain[0]} = {value}"]
-    for source, name in itertools.pairwise(chain):
-        assignments.append(f"VAR {name} = VAR {source}")
-    return chain, assignments
+    assignments = [f"VAR {name} = VAR {source}" for source, name in itertools.pairwise(chain)]
+    return chain, [f"VAR {chain[0]} = {value}", *assignments]
+
+
+VARIABLE_TRACKING = Task(
+    name=_NAME,
+    title="Variable tracking",
+    definition="A number is assigned to a variable and passed on four times, at random depths of a "
+    "repeated sentence; all five variables are asked for.",
+    source="RULER, arXiv:2404.06654",
+    samples=one_by_one(_sample),
+)

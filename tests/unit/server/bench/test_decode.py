@@ -31,7 +31,7 @@ from tandemkv.server.evaluation.bench.configurations import (
 )
 from tandemkv.server.evaluation.bench.decode import DecodeRun, check_sglang, run_decode
 from tandemkv.server.evaluation.bench.decode_steps import Measured, Point, decode_steps_argv
-from tandemkv.server.evaluation.spread import Spread
+from tandemkv.server.evaluation.bench.report import Spread
 from tandemkv.server.launch.sglang_command import sglang_argv
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 from tandemkv.server.settings.launch_settings import ServeSettings

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation.bench import kernels
-from tandemkv.server.evaluation.bench.report import BenchError, Row
-from tandemkv.server.evaluation.spread import Spread
+from tandemkv.server.evaluation.bench.report import BenchError, Row, Spread
 from tandemkv.server.plan.device_timings import DeviceTimings, Sizes
 from tandemkv.server.plan.measure import Timed
 

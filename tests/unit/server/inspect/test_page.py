@@ -11,8 +11,11 @@ import torch
 
 from tandemkv.cache_rank.engine.selection_probe import selection_file
 from tandemkv.cache_rank.protocol.bitmap import position_bits
-from tandemkv.server.evaluation.inspect.page import make_page
-from tandemkv.server.evaluation.inspect.recording import RecordingError, read_recording
+from tandemkv.server.evaluation.inspect.recording import (
+    RecordingError,
+    make_page,
+    read_recording,
+)
 
 LENGTHS, LAYERS, HEADS = (20, 21, 22), (2, 5), 2
 TRICKY = "</script><script>alert(1)</script>"

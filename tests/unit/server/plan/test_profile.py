@@ -20,13 +20,18 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSetting
 from tandemkv.server.cli.commands import app
 from tandemkv.server.plan import constants as constants_module
 from tandemkv.server.plan.choose import break_even_tokens, choose_placement
-from tandemkv.server.plan.constants import constants_here, measure_here
+from tandemkv.server.plan.constants import (
+    constants_here,
+    measure_here,
+    profile_path,
+    read_profile,
+    write_profile,
+)
 from tandemkv.server.plan.cost import H200, CostConstants
 from tandemkv.server.plan.device_timings import DeviceTimings, Sizes
 from tandemkv.server.plan.footprint import GIB
 from tandemkv.server.plan.measure import ProfileError, Timed, take_measurements
 from tandemkv.server.plan.profile import Machine
-from tandemkv.server.plan.profile_file import profile_path, read_profile, write_profile
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 from tandemkv.server.plan.workload import Workload
 

@@ -97,3 +97,34 @@ def layers_of_pool(
 def token_slots(pool: Any) -> int:
     """Slots of `pool` that hold tokens, its padding page included."""
     return int(pool.size) + int(pool.page_size)
+
+
+def store_tokens(
+    pool: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write a step's tokens to `pool`, as SGLang's own attention of `layer` would do it."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    shape = (-1, layer.tp_k_head_num, layer.head_dim)
+    location = KVWriteLoc(forward_batch.out_cache_loc, None)
+    pool.set_kv_buffer(layer, location, k.view(shape), v.view(shape))
+
+
+class Occupancy:
+    """Rows and slots in use, read without waiting, by any thread.
+
+    Slots of the radix cache count as used. While the scheduler is at work a value may be that of a
+    moment ago.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._rows, self._slots = runner.req_to_token_pool, runner.token_to_kv_pool_allocator
+
+    def values(self) -> dict[str, float]:
+        """Return ``request_rows``, ``slots_used`` and ``slots_total``."""
+        total = int(self._slots.size)
+        return {
+            "request_rows": float(self._rows.size - self._rows.available_size()),
+            "slots_used": float(total - self._slots.available_size()),
+            "slots_total": float(total),
+        }
