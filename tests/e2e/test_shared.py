@@ -17,6 +17,10 @@ from mapped_memory import Memory, mapped, scheduler_pid
 from rank_servers import SMALL_SELECTION, Server, model_dir, ours
 
 from tandemkv.cache_rank.protocol.models.fitted_queries import fitted_layers, write_fitted_queries
+from tandemkv.cache_rank.protocol.models.index_channels import (
+    indexed_layers,
+    write_index_channels,
+)
 from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
 from tandemkv.inference_rank.weights.query_checkpoint import QueryCheckpoint
 
@@ -121,4 +125,20 @@ def test_fitted_projections_choose_what_is_selected(
         found = run(turned, small_asked, new_tokens=new_tokens, at_once=1)
     same = [one["ids"] == other["ids"] for one, other in zip(found, of_serve, strict=True)]
     assert same[0]  # it fits the resident set, and is attended to whole
+    assert not all(same[1:])
+
+
+def test_channels_of_the_index_reach_the_engine(
+    small_asked: list[list[int]], new_tokens: int, of_serve: list[Any], tmp_path: Path
+) -> None:
+    """With the first two of 64 other tokens are chosen; what fits is attended to whole."""
+    spec = read_model_spec(Path(model_dir()), dtype="float32")
+    first = torch.arange(2).expand(spec.num_kv_heads, -1)
+    path = tmp_path / "channels.safetensors"
+    write_index_channels(path, spec, dict.fromkeys(indexed_layers(spec), first), {})
+    given = {**SMALL_SELECTION, "index_dtype": "int8", "index_channels": str(path)}
+    with ours({"selection": given}) as server:
+        found = run(server, small_asked, new_tokens=new_tokens, at_once=1)
+    same = [one["ids"] == other["ids"] for one, other in zip(found, of_serve, strict=True)]
+    assert same[0]
     assert not all(same[1:])
