@@ -44,6 +44,7 @@ _LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _ABORT_TASK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+_MODEL_CONFIG = "sglang.srt.configs.model_config.ModelConfig.__init__"
 _FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 
 
@@ -96,6 +97,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         *(resume_hooks.hooks() if settings.placement.maps_memory else []),
         *_group_hooks(),
         *([(_THREADS, nodes.around_threads, HookType.AROUND)] if has_nodes else []),
+        (_MODEL_CONFIG, _for_text, HookType.BEFORE),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
         (_FUSED_WRITE, _never_fused, HookType.AROUND),
         (sglang_versions.adjustments(), _as_a_backend_with_sinks(backend), HookType.AROUND),
@@ -109,6 +111,12 @@ def _group_hooks() -> list[Hook]:
         (_NEW_GROUP, alone.around_new_group, HookType.AROUND),
         (_MONITORED_BARRIER, alone.around_monitored_barrier, HookType.AROUND),
     ]
+
+
+def _for_text(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # The edge accepts text alone. SGLang then needs no processor of images, and its first request
+    # has none.
+    return args, kwargs | {"enable_multimodal": False}
 
 
 def _never_fused(_original: Callable[[Any], bool], _forward_batch: Any) -> bool:
