@@ -122,6 +122,29 @@ def test_a_model_with_linear_attention_is_served_in_one_process(
         assert settings.sglang_args == mine
 
 
+def test_sglang_is_told_how_to_keep_states_where_it_does_not_know(
+    tmp_path: Path, gpus: Any
+) -> None:
+    """It has a list of architectures, and chooses for those in it by itself."""
+    gpus(1)
+    flag, name = "--mamba-radix-cache-strategy", "Qwen3_5ForCausalLM"
+    known = msgspec.structs.replace(
+        SPEC, linear_layers=(0, 1, 2), architecture="Qwen3_5ForConditionalGeneration"
+    )
+    spec = msgspec.structs.replace(known, architecture=name)
+    settings, _ = resolve(tmp_path, spec=spec)
+    assert settings.sglang_args[-2:] == (flag, "extra_buffer")
+    for other, device in ((known, "cuda"), (spec, "cpu")):
+        settings, _ = resolve(tmp_path, spec=other, device=device)
+        assert flag not in settings.sglang_args
+    for own in ((flag, "no_buffer"), ("--mamba-scheduler-strategy", "no_buffer")):
+        settings, _ = resolve(tmp_path, spec=spec, sglang_args=own)
+        assert settings.sglang_args[:2] == own
+        assert settings.sglang_args.count(flag) == own.count(flag)
+    settings, _ = resolve(tmp_path, spec=spec, sglang_args=("--disable-radix-cache",))
+    assert settings.sglang_args == ("--disable-radix-cache",)
+
+
 @pytest.mark.parametrize("given", [{"cache_ranks": 1}, {"transport": "shared"}])
 def test_a_cache_rank_on_two_gpus_is_a_process_that_maps_memory(
     tmp_path: Path, gpus: Any, given: dict[str, Any]
