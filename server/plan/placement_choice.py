@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,10 +158,31 @@ def _with_states(settings: ServeSettings, spec: ModelSpec, device: str) -> Serve
     if not value_of(given, flag):
         count = num_states(settings.max_running_requests, device) - 1  # SGLang adds the padding
         more = (flag, str(count))
-    is_named = any(value_of(given, name) for name in _STATE_STRATEGIES)
-    if device != "cpu" and find_architecture(spec.architecture).names_strategy and not is_named:
-        more = (*more, _STATE_STRATEGIES[0], "extra_buffer")
+    if device != "cpu" and find_architecture(spec.architecture).names_strategy:
+        more = (*more, *_state_strategy(given, spec.architecture))
     return settings.model_copy(update={"sglang_args": (*given, *more)}) if more else settings
+
+
+def _state_strategy(given: Sequence[str], architecture: str) -> tuple[str, ...]:
+    """Return the flags that are to be passed beside those `given`.
+
+    What goes together SGLang checks for the architectures of its list. Raises `SettingsError` if
+    what is given does not.
+    """
+    flag, triton = _STATE_STRATEGIES[0], "triton"
+    named = next(filter(None, (value_of(given, name) for name in _STATE_STRATEGIES)), None)
+    if named in ("auto", "no_buffer") and "--disable-overlap-schedule" not in given:
+        raise SettingsError(
+            f"SGLang argument {flag} {named}: {architecture} would be scheduled with overlap, and "
+            "that takes extra states; leave it out, or pass --disable-overlap-schedule as well"
+        )
+    backend = value_of(given, "--linear-attn-backend") or triton
+    if named not in ("auto", "no_buffer") and backend != triton:
+        raise SettingsError(
+            f"SGLang argument --linear-attn-backend {backend}: extra states of {architecture} are "
+            f"kept by {triton} alone; pass {flag} no_buffer --disable-overlap-schedule as well"
+        )
+    return () if named else (flag, "extra_buffer")
 
 
 def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
