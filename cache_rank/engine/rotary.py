@@ -26,6 +26,8 @@ def read_rotary(model_dir: Path) -> Rotary:
 
     entry = architecture_of_config(read_config(model_dir))
     config: Any = AutoConfig.from_pretrained(model_dir)
+    if entry.decoder_config:
+        config = getattr(config, entry.decoder_config)
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     parameters = dict(parameters or {})
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")

@@ -104,6 +104,7 @@ _COMPLETION: dict[str, Check] = {
     "logprobs": integer(0, most_logprobs),
 }
 _CONTENT_PART: dict[str, Check] = {"type": only("text"), "text": string(_prompt_bytes)}
+_FOR_TEXT = "this server serves its model for text; images, video and audio are not accepted"
 _FUNCTION: dict[str, Check] = {
     "name": _SHORT,
     "arguments": string(_prompt_bytes),
@@ -119,10 +120,23 @@ _DEFAULT_NEW_TOKENS = 128  # SGLang's
 _MOST_LISTED = 1 << 17
 
 
+def _not_text(name: str, value: Any, _limits: Limits) -> None:
+    raise RequestRefusedError(
+        400, f"{name}={shown(value)}: {_FOR_TEXT}", param=name, code="invalid_value"
+    )
+
+
+def _content_part(name: str, value: Any, limits: Limits) -> None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "text":  # before its own fields are
+        _not_text(f"{name}.type", kind, limits)
+    mapping(_prompt_bytes, _CONTENT_PART)(name, value, limits)
+
+
 def _content(name: str, value: Any, limits: Limits) -> None:
     part = string(_prompt_bytes)
     if isinstance(value, list):
-        part = list_of(mapping(_prompt_bytes, _CONTENT_PART), _MOST_MESSAGES)
+        part = list_of(_content_part, _MOST_MESSAGES)
     part(name, value, limits)
 
 
@@ -173,6 +187,7 @@ _CHAT: dict[str, Check] = {
 }
 _NATIVE: dict[str, Check] = {
     **_OFF,
+    **dict.fromkeys(("image_data", "video_data", "audio_data"), _not_text),
     "text": one_or_list(_TEXT, most_completions),
     "input_ids": _prompt,
     "sampling_params": lambda *_: None,  # checked with its own table

@@ -22,8 +22,11 @@ _PLAIN_ROTARY = {
     "YaRNScalingRotaryEmbedding",
     "LinearScalingRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
+    "MRotaryEmbedding",
+    "YaRNScalingMRotaryEmbedding",
 }
-"""SGLang's rotary embeddings that do no more than look up `cos_sin_cache`."""
+"""SGLang's rotary embeddings that do no more than look up `cos_sin_cache`: those that can take
+three positions of a token, too, where all are its place in the request."""
 _PLAIN_NORMS = {"RMSNorm", "MiniMaxM2RMSNormTP"}
 """SGLang's norms that are an RMS norm; their relatives weigh otherwise."""
 _OFFSET_NORMS = {"Gemma3RMSNorm", "GemmaRMSNorm"}

@@ -138,8 +138,13 @@ sglang.srt.layers.rotary_embedding.rope_variant
     DynamicNTKScalingRotaryEmbedding(head_size)
 sglang.srt.layers.rotary_embedding.yarn
     YaRNScalingRotaryEmbedding(head_size)
+sglang.srt.layers.rotary_embedding.mrope
+    MRotaryEmbedding(head_size)
+    YaRNScalingMRotaryEmbedding(head_size)
 sglang.srt.models.minimax_m2
     MiniMaxM2RMSNormTP(hidden_size, eps)
+sglang.srt.configs.model_config
+    ModelConfig.__init__(enable_multimodal)
 sglang.srt.models.utils
     enable_fused_set_kv_buffer(forward_batch)
 sglang.srt.runtime_context

@@ -92,9 +92,16 @@ def scheduler_hooks(backend: str) -> list[Hook]:
          HookType.BEFORE),
         (f"{_CONFIGURATOR}._build_token_to_kv_pool", _note_table, HookType.BEFORE),
         (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
+        ("sglang.srt.configs.model_config.ModelConfig.__init__", _for_text, HookType.BEFORE),
         *((target, hook, HookType.AROUND) for target, hook in around.items()),
         *(resume_hooks.hooks() if placement.maps_memory else []),
     ]  # fmt: skip
+
+
+def _for_text(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # The edge accepts text alone. SGLang then needs no processor of images, and its first request
+    # has none.
+    return args, kwargs | {"enable_multimodal": False}
 
 
 def _as_a_backend_with_sinks(backend: str) -> Callable[..., None]:

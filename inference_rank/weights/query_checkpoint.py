@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
-from tandemkv.cache_rank.protocol.models.architectures import SEE_DOCS
+from tandemkv.cache_rank.protocol.models.architectures import SEE_DOCS, Architecture
 from tandemkv.cache_rank.protocol.models.model_spec import (
     ModelSpec,
     architecture_of_config,
@@ -57,7 +57,7 @@ class QueryCheckpoint:
     @property
     def num_query_rows(self) -> int:
         """Rows of W_q: all query heads of the model, and their gates if it has some."""
-        per_query = 2 if architecture_of_config(self._config).gates_heads else 1
+        per_query = 2 if self._entry.gates_heads else 1
         return per_query * self._spec.num_qo_heads * self._spec.head_dim
 
     def check(self) -> None:
@@ -117,8 +117,8 @@ class QueryCheckpoint:
         return read_model_spec(self._model_dir, dtype="float32")  # heads and sizes alone are read
 
     @cached_property
-    def _is_fused(self) -> bool:
-        return architecture_of_config(self._config).fused_qkv
+    def _entry(self) -> Architecture:
+        return architecture_of_config(self._config)
 
     @cached_property
     def _weights(self) -> WeightFormat | None:
@@ -127,11 +127,11 @@ class QueryCheckpoint:
     @property
     def _num_stored_rows(self) -> int:
         own, others = self.num_query_rows, 2 * self._spec.num_kv_heads * self._spec.head_dim
-        return own + (others if self._is_fused else 0)
+        return own + (others if self._entry.fused_qkv else 0)
 
     def _prefix(self, layer: int) -> str:
-        name = "qkv_proj" if self._is_fused else "q_proj"
-        return f"model.layers.{layer}.self_attn.{name}"
+        name = "qkv_proj" if self._entry.fused_qkv else "q_proj"
+        return f"{self._entry.tensor_prefix}layers.{layer}.self_attn.{name}"
 
     def _parts(self, layer: int) -> dict[str, StoredTensor]:
         """Return what the files have of a layer's projection, by the end of its name."""

@@ -21,8 +21,8 @@ Shape = tuple[int, ...]
 
 _ATTENTION, _LINEAR = "self_attn.", "linear_attn."
 
-_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<part>.+)")
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<part>.+)")
+_HEAD = "lm_head.weight"
 
 
 def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> None:
@@ -32,9 +32,10 @@ def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> Non
     `ValueError`: what is wrong, and as a second argument the tensor that it is about, if there is
     one.
     """
+    prefix = architecture_of_config(config).tensor_prefix
     layers: dict[int, dict[str, Shape]] = {}
     for name, shape in tensors.items():
-        match = _LAYER.fullmatch(name)
+        match = _LAYER.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
         if match is not None:
             layers.setdefault(int(match["layer"]), {})[match["part"]] = shape
     entry = architecture_of_config(config)
@@ -45,7 +46,7 @@ def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> Non
         _check_layers(layers, parts, config, linear)
     for layer, found in sorted(layers.items()):
         for part, shape in found.items():
-            _check_shape(f"model.layers.{layer}.{part}", shape, parts.get(part))
+            _check_shape(f"{prefix}layers.{layer}.{part}", shape, parts.get(part))
     for name, wanted in others.items():
         if name in tensors:
             _check_shape(name, tensors[name], wanted)
@@ -86,7 +87,8 @@ def _expected(
         layer |= {f"{_LINEAR}{name}": shape for name, shape in linear.tensors(hidden).items()}
     if entry.experts is None:
         layer |= _mlp(entry, hidden, _number(config, "intermediate_size"))
-    return layer, {_EMBEDDING: table, _NORM: (hidden,), _HEAD: table}
+    embedding, norm = (f"{entry.tensor_prefix}{x}.weight" for x in ("embed_tokens", "norm"))
+    return layer, {embedding: table, norm: (hidden,), _HEAD: table}
 
 
 def _mlp(entry: Architecture, hidden: int, inner: int | None) -> dict[str, Shape | None]:
@@ -112,7 +114,7 @@ def _check_layers(
 
     Layers of `linear` attention have no `self_attn`, and the others no `linear_attn`.
     """
-    wanted = int(config["num_hidden_layers"])
+    wanted, prefix = int(config["num_hidden_layers"]), architecture_of_config(config).tensor_prefix
     used = [part for part in parts if any(part in found for found in layers.values())]
     for layer in range(wanted):
         for part in used:
@@ -120,7 +122,7 @@ def _check_layers(
             if not part.startswith(other_kind) and part not in layers.get(layer, {}):
                 raise ValueError(
                     f"num_hidden_layers={wanted}, but the checkpoint has no tensor "
-                    f"model.layers.{layer}.{part} (it has {_count_attention(layers)} layers)"
+                    f"{prefix}layers.{layer}.{part} (it has {_count_attention(layers)} layers)"
                 )
     # Layers for predicting several tokens may follow; those are counted elsewhere.
     projection = next(part for part in parts if part.startswith(_ATTENTION))
@@ -128,7 +130,7 @@ def _check_layers(
     if beyond and not config.get("num_nextn_predict_layers"):
         raise ValueError(
             f"num_hidden_layers={wanted}, but the checkpoint has {_count_attention(layers)} layers",
-            f"model.layers.{min(beyond)}.{projection}",
+            f"{prefix}layers.{min(beyond)}.{projection}",
         )
 
 

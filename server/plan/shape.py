@@ -55,6 +55,8 @@ class LinearShape:
     """Tokens that its convolution takes together."""
     state_item_bytes: int = 4
     """Of an element of the recurrent state."""
+    is_split: bool = False
+    """Whether qkv and z, and b and a, are tensors of their own."""
 
     @property
     def value_width(self) -> int:
@@ -68,9 +70,13 @@ class LinearShape:
 
     def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its tensors in Hugging Face's files, by name."""
+        if self.is_split:
+            rows = {"qkv": self.channels, "z": self.value_width}
+            rows |= dict.fromkeys("ba", self.num_value_heads)
+        else:
+            rows = {"qkvz": self.channels + self.value_width, "ba": 2 * self.num_value_heads}
         return {
-            "in_proj_qkvz.weight": (self.channels + self.value_width, hidden_size),
-            "in_proj_ba.weight": (2 * self.num_value_heads, hidden_size),
+            **{f"in_proj_{part}.weight": (count, hidden_size) for part, count in rows.items()},
             "conv1d.weight": (self.channels, 1, self.kernel),
             "A_log": (self.num_value_heads,),
             "dt_bias": (self.num_value_heads,),
@@ -96,6 +102,8 @@ class ModelShape:
     `windowed_layers` attend to `window` tokens, and `linear_layers`, each a `linear`, have a state
     in place of K and V; nothing is selected for either. `gates_heads`: whether q has a gate of its
     size. `max_context`: tokens that its ``config.json`` allows a request, 0 if it does not say.
+    `vision_parameters` read images; SGLang loads them, text does not go through them, and they are
+    not quantised.
     """
 
     name: str
@@ -118,6 +126,7 @@ class ModelShape:
     linear: LinearShape | None = None
     gates_heads: bool = False
     max_context: int = 0
+    vision_parameters: int = 0
 
     def with_kv_dtype(self, kv_dtype: str) -> ModelShape:
         """Return the shape with K and V of a dtype, as ``cache.kv_dtype`` names it."""
@@ -159,7 +168,7 @@ class ModelShape:
     def weight_bytes(self) -> int:
         """All weights."""
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
-        others = embeddings + self.hidden_size
+        others = embeddings + self.hidden_size + self.vision_parameters
         return (
             self._layer_bytes(self.experts.count if self.experts else 0) + others * self.item_bytes
         )
@@ -307,12 +316,27 @@ def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> Mode
             linear=linear_shape(config, entry),
             gates_heads=entry.gates_heads,
             max_context=int(config.get("max_position_embeddings") or 0),
+            vision_parameters=_vision_parameters(config, entry),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnsupportedModelError(
             f"model={name}: config.json lacks or garbles a field of the model's shape "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+def _vision_parameters(config: Mapping[str, Any], entry: Architecture) -> int:
+    """Return the parameters of what reads images, a transformer over patches of them."""
+    if not entry.decoder_config:
+        return 0
+    own = config["vision_config"]
+    hidden, inner = int(own["hidden_size"]), int(own["intermediate_size"])
+    volume = int(own["temporal_patch_size"]) * int(own["patch_size"]) ** 2
+    patches = int(own["in_channels"]) * volume + 1 + int(own["num_position_embeddings"])
+    block = 4 * hidden * (hidden + 1) + 2 * hidden * inner + inner + 5 * hidden
+    merged, out = hidden * int(own["spatial_merge_size"]) ** 2, int(own["out_hidden_size"])
+    merger = merged * (merged + 1) + (merged + 1) * out + 2 * hidden
+    return hidden * patches + int(own["depth"]) * block + merger
 
 
 def linear_shape(config: Mapping[str, Any], entry: Architecture) -> LinearShape | None:
@@ -330,6 +354,7 @@ def linear_shape(config: Mapping[str, Any], entry: Architecture) -> LinearShape 
             value_dim=int(config["linear_value_head_dim"]),
             kernel=int(config["linear_conv_kernel_dim"]),
             state_item_bytes=ITEM_BYTES[str(config.get("mamba_ssm_dtype") or "float32")],
+            is_split=entry.splits_linear,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedModelError(

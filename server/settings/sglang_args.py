@@ -54,6 +54,7 @@ _REFUSED = {name: f"use {name} of tandemkv" for name in _SAME_FLAG} | {
     "--use-ray": "ray is not supported",
     "--enable-http2": "the checks of requests are made for uvicorn",
     "--fastapi-root-path": "the checks of requests go by the path as it comes",
+    "--enable-multimodal": "models are served for text",
     "--enable-custom-logit-processor": "requests would carry pickled code",
 }
 _REFUSED_FAMILIES = {

@@ -29,19 +29,48 @@ BOUNDED = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+DECODER: dict[str, Any] = {
+    "vocab_size": 49152, "hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+    "tie_word_embeddings": False, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+    "full_attention_interval": 2,
+}  # fmt: skip
+VISION = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 96,
+    "num_position_embeddings": 16, "patch_size": 4,
+}  # fmt: skip
+MROPE = {
+    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+}  # fmt: skip
+
+
+def network_of(name: str) -> Any:
+    """Return a network of transformers' with random weights; `DECODER` is in its configuration."""
+    if name == "Qwen3_5MoeForConditionalGeneration":
+        text = DECODER | {"rope_parameters": MROPE}
+        config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
+        config.text_config.full_attention_interval = 2
+    elif name == "Qwen3_5MoeForCausalLM":
+        config = transformers.Qwen3_5MoeTextConfig(**DECODER, rope_parameters=MROPE)
+        config.full_attention_interval = 2
+    else:
+        config = transformers.Qwen3NextConfig(**DECODER)
+    return getattr(transformers, name)(config)
+
+
+@pytest.fixture(
+    params=[
+        "Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM",
+    ]
+)  # fmt: skip
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Five layers, two of which have K and V, with the embedded model's tokenizer."""
     torch.manual_seed(0)
-    config = transformers.Qwen3NextConfig(
-        vocab_size=49152, hidden_size=96, num_hidden_layers=5, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=False,
-        layer_types=["linear_attention", "full_attention"] * 2 + ["linear_attention"],
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-        linear_value_head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        shared_expert_intermediate_size=32, full_attention_interval=2,
-    )  # fmt: skip
-    network = transformers.Qwen3NextForCausalLM(config)
+    network = network_of(request.param)
     with torch.no_grad():
         for key, parameter in network.named_parameters():
             if "norm" in key:
@@ -54,6 +83,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     network.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(model_dir()) / file, folder / file)
+    if hasattr(network.config, "vision_config"):  # stock SGLang asks for what prepares images
+        transformers.Qwen3VLProcessor(
+            image_processor=transformers.Qwen2VLImageProcessor(),
+            tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+            video_processor=transformers.Qwen3VLVideoProcessor(),
+        ).save_pretrained(folder)
     monkeypatch.setenv("TANDEMKV_TEST_MODEL", str(folder))
     paths = (HERE / "stand_ins", HERE.parent / "unit/inference_rank", os.environ.get("PYTHONPATH"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(path) for path in paths if path))
@@ -90,8 +125,14 @@ def test_chunks_and_prefixes_give_the_tokens_of_stock(model: Path) -> None:
     assert min(answer["cached"] for answer in exact[3:]) >= 400
     with ours({**sizes, "selection": BOUNDED}) as server:  # in one process, if nothing is said
         sparse = talk(server)
+        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        code, refused = server.post(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]}
+        )
         inference, cache_rank = server.values()
     assert cache_rank == {}
+    assert code == 400
+    assert "this server serves its model for text" in str(refused)
     assert inference["sparse_rows_total"] > 0
     short = compare(sparse[:1], wanted[:1])
     assert short["pass"], short

@@ -160,8 +160,12 @@ def _quantize(device: torch.device, *, page: int) -> None:
     table = new(BATCH, CONTEXT // page, dtype=I32)
     append_int4(pool, table, new(BATCH, dtype=I32), halves, scales)
     channels = new(KV_HEADS, DIM // 2, dtype=I64)
-    append_int8(pool, new(BATCH, dtype=I64), codes[..., : DIM // 2], new(slots, KV_HEADS), channels)
-    few = halves[..., : DIM // 4].contiguous(), scales[..., : DIM // 2].contiguous()
+    few8 = new(slots, KV_HEADS, DIM // 2, dtype=torch.int8)
+    append_int8(pool, new(BATCH, dtype=I64), few8, new(slots, KV_HEADS), channels)
+    few = (
+        new(slots // page, KV_HEADS, page, DIM // 4, dtype=torch.uint8),
+        new(slots // page, KV_HEADS, 2, DIM // 2, dtype=FP16),
+    )
     quantize_int4_pages(pool, new(CONTEXT // page, dtype=I32), *few, channels)
     append_int4(pool, table, new(BATCH, dtype=I32), *few, channels)
 

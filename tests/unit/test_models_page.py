@@ -25,6 +25,10 @@ STAND_INS = {
     "Ernie4_5_MoeForCausalLM": "3",
     "GptOssForCausalLM": "4",
     "Qwen3NextForCausalLM": "1, 5",
+    "Qwen3_5ForConditionalGeneration": "5, 6",
+    "Qwen3_5MoeForConditionalGeneration": "1, 5, 6",
+    "Qwen3_5ForCausalLM": "5, 6",
+    "Qwen3_5MoeForCausalLM": "1, 5, 6",
 }
 """Numbers of the page's notes on parts of SGLang that do not run on every CPU."""
 
@@ -53,6 +57,8 @@ def differs(entry: Architecture) -> str:
     if entry.full_every:
         is_linear = entry.others == "linear_attention"
         found.append("layers of linear attention" if is_linear else "layers with a sliding window")
+    if entry.decoder_config:
+        found.append("reads images too, served for text")
     if entry.has_sinks:
         found.append("attention sinks")
     return "; ".join(found)

@@ -69,6 +69,18 @@ class Architecture:
     """Whether the layers' ``rotary_emb`` has the scaling of RoPE that attention uses."""
     ties_embeddings: bool = False
     """Whether input and output embedding are one where ``tie_word_embeddings`` is missing."""
+    decoder_config: str = ""
+    """Field of ``config.json`` that describes the decoder, where other parts of the model have
+    fields of their own. Such a model is served for text: SGLang gives its layers three rows of
+    positions, which are equal where a request has no images."""
+    tensor_prefix: str = "model."
+    """What the names of the decoder's tensors begin with in the checkpoint."""
+    names_strategy: bool = False
+    """Whether a GPU's SGLang must be told to keep extra states: on its own it does that for a list
+    of architectures, which lacks this one."""
+    splits_linear: bool = False
+    """Whether the checkpoint has two tensors each where Qwen3-Next's linear attention has one: for
+    qkv and z, and for b and a."""
     fused_qkv: bool = False
     fused_gate_up: bool = False
     """Whether the checkpoint has one tensor for q, k and v, or for gate and up."""
@@ -216,14 +228,56 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             gates_heads=True,
             experts=Experts(count="num_experts", shared_size="shared_expert_intermediate_size"),
         ),
+        Architecture(
+            name="Qwen3_5ForConditionalGeneration",
+            models="Qwen3.5 0.8B to 27B",
+            query_norm="head",
+            full_every=4,
+            others="linear_attention",
+            gates_heads=True,
+            splits_linear=True,
+            decoder_config="text_config",
+            tensor_prefix="model.language_model.",
+        ),
+        Architecture(
+            name="Qwen3_5MoeForConditionalGeneration",
+            models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
+            query_norm="head",
+            full_every=4,
+            others="linear_attention",
+            gates_heads=True,
+            splits_linear=True,
+            decoder_config="text_config",
+            tensor_prefix="model.language_model.",
+            experts=Experts(count="num_experts", shared_size="shared_expert_intermediate_size"),
+        ),
+        Architecture(
+            name="Qwen3_5ForCausalLM",
+            models="Qwen3.5, the decoder alone",
+            query_norm="head",
+            full_every=4,
+            others="linear_attention",
+            gates_heads=True,
+            splits_linear=True,
+            names_strategy=True,
+        ),
+        Architecture(
+            name="Qwen3_5MoeForCausalLM",
+            models="Qwen3.5 with experts, the decoder alone",
+            query_norm="head",
+            full_every=4,
+            others="linear_attention",
+            gates_heads=True,
+            splits_linear=True,
+            names_strategy=True,
+            experts=Experts(count="num_experts", shared_size="shared_expert_intermediate_size"),
+        ),
     )
 }
 
 _MLA = "its attention is over compressed K/V (MLA), not over K/V heads"
 _SLIDING = "some of its layers attend to a sliding window"
 _LINEAR = "some of its layers are linear attention or state-space layers"
-_IMAGES = f"it reads images, whose tokens have three positions each, and {_LINEAR}"
-_UNPREPARED = "SGLang 0.5.17 does not prepare its passes for the recurrent states that it has"
 REFUSED: Mapping[str, str] = {
     "DeepseekV2ForCausalLM": _MLA,
     "DeepseekV3ForCausalLM": _MLA,
@@ -237,10 +291,6 @@ REFUSED: Mapping[str, str] = {
     "Exaone4ForCausalLM": _SLIDING,
     "Olmo3ForCausalLM": _SLIDING,
     "Llama4ForConditionalGeneration": "some of its layers attend in chunks",
-    "Qwen3_5ForConditionalGeneration": _IMAGES,
-    "Qwen3_5MoeForConditionalGeneration": _IMAGES,
-    "Qwen3_5ForCausalLM": _UNPREPARED,
-    "Qwen3_5MoeForCausalLM": _UNPREPARED,
     "FalconH1ForCausalLM": _LINEAR,
     "GraniteMoeHybridForCausalLM": _LINEAR,
     "JambaForCausalLM": _LINEAR,

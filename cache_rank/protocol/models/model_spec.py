@@ -16,7 +16,7 @@ from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError, Un
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 
-from .architectures import Architecture, find_architecture
+from .architectures import ARCHITECTURES, Architecture, find_architecture
 from .attention_config import check_attention, linear_layers, softmax_scale, windowed_layers
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -27,6 +27,8 @@ Layer = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Layers = Annotated[tuple[Layer, ...], msgspec.Meta(max_length=1 << 12)]
 
 _HASHED_BYTES = 1 << 20
+_OF_THE_WHOLE_MODEL = ("architectures", "quantization_config", "tie_word_embeddings")
+"""Fields of ``config.json`` that mean the decoder wherever its other fields are."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -136,7 +138,9 @@ def model_as_claimed(ours: ModelSpec, claimed: ModelSpec) -> ModelSpec:
 def read_config(model_dir: Path) -> dict[str, Any]:
     """Return ``config.json`` of a model directory.
 
-    Raises `UnsupportedModelError` if there is no readable ``config.json``.
+    Where its architecture describes the decoder in a field of its own (`Architecture`), the fields
+    in there are beside the others. Raises `UnsupportedModelError` if there is no readable
+    ``config.json``, or no such field in it.
     """
     path = model_dir / "config.json"
     try:
@@ -148,7 +152,27 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise UnsupportedModelError(f"model={model_dir}: config.json is not an object")
-    return config
+    return _with_decoder(config, model_dir)
+
+
+def _with_decoder(config: dict[str, Any], model_dir: Path) -> dict[str, Any]:
+    """Return a ``config.json`` with the decoder's fields beside the others."""
+    entry = ARCHITECTURES.get(_named_in(config))
+    if entry is None or not entry.decoder_config:
+        return config
+    decoder = config.get(entry.decoder_config)
+    if not isinstance(decoder, dict):
+        raise UnsupportedModelError(
+            f"model={model_dir}: config.json of {entry.name} has no object {entry.decoder_config}; "
+            "copy or download it again"
+        )
+    own = {name: x for name, x in decoder.items() if name not in _OF_THE_WHOLE_MODEL}
+    return {**config, **own}
+
+
+def _named_in(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
 def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
@@ -156,8 +180,7 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
 
     Raises `UnsupportedModelError`, with the reason, if it is not supported.
     """
-    named = config.get("architectures")
-    return find_architecture(str(named[0]) if isinstance(named, list) and named else "unknown")
+    return find_architecture(_named_in(config))
 
 
 def read_model_spec(

@@ -2,7 +2,7 @@
 """Lets the servers of a test run gated delta nets on a CPU without AMX.
 
 Python imports this at its start if its folder is in ``PYTHONPATH``. What it does is done when
-SGLang imports the kernels that such a CPU has none of.
+SGLang imports the kernels that such a CPU has none of, or a model that looks for some of them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-_KERNELS = "sgl_kernel.mamba"
+_KERNELS, _MODEL = "sgl_kernel.mamba", "sglang.srt.models.qwen3_5"
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if name == _MODEL:
+            import linear_without_a_gpu
+
+            linear_without_a_gpu.install_operators()
+            return None
         return importlib.machinery.ModuleSpec(name, self) if name == _KERNELS else None
 
     def create_module(self, _spec: importlib.machinery.ModuleSpec) -> ModuleType:

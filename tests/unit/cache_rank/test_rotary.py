@@ -131,6 +131,23 @@ def test_minimax_names_the_part_that_is_turned(tmp_path):
     assert rotary.order.tolist() == [0, 1, 4, 6, 8, 10, 12, 14, 2, 3, 5, 7, 9, 11, 13, 15]
 
 
+def test_a_decoder_with_a_configuration_of_its_own_is_asked(tmp_path):
+    """Three positions of a token, where all are its place, are one."""
+    rope = {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0], "mrope_interleaved": True,
+    }  # fmt: skip
+    text = {"model_type": "qwen3_5_text", "head_dim": 16, "rope_parameters": rope}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+        "text_config": SHAPE | text,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rotary = read_rotary(tmp_path)
+    assert rotary.inv_freq.tolist() == pytest.approx([1.0, 0.01, 0, 0, 0, 0, 0, 0])
+    assert rotary.order.tolist() == [0, 1, 4, 6, 8, 10, 12, 14, 2, 3, 5, 7, 9, 11, 13, 15]
+
+
 def test_length_dependent_rope_is_refused(tmp_path):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     make_model(tmp_path, LlamaForCausalLM, LlamaConfig, {"rope_parameters": rope})

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm
 
 
 def install() -> None:
@@ -25,10 +26,24 @@ def install() -> None:
     module.causal_conv1d_update_cpu = _convolve_tokens
     module.chunk_gated_delta_rule_cpu = _rule_for_prompts
     sys.modules[module.__name__] = module
+    install_operators()
+    FusedRMSNormGated.forward = RMSNorm.forward = _gated_norm
+    registry: Any = sys.modules.get("sglang.srt.models.registry")
+    if registry is not None and "sglang.srt.models.qwen3_5" not in sys.modules:
+        # It has passed over the models that look for them when they are imported.
+        registry.import_model_classes.cache_clear()
+        registry.ModelRegistry.register("sglang.srt.models", overwrite=True)
+
+
+def install_operators() -> None:
+    """Put those that SGLang looks for among torch's operators there, some when it is imported."""
     operators: Any = torch.ops.sgl_kernel
     operators.fused_gdn_gating_cpu = _gates
     operators.fused_sigmoid_gating_delta_rule_update_cpu = _rule_for_tokens
-    FusedRMSNormGated.forward = _gated_norm
+    operators.fused_qkvzba_split_reshape_cat_contiguous_cpu = _split
+    operators.fused_qk_gemma_rmsnorm_cpu = None  # of models without a gate of each query head
+    operators.fused_qk_gemma_rmsnorm_with_gate_cpu = _norm_of_heads
+    operators.fused_sigmoid_mul_cpu = _gate_of_heads
 
 
 def _convolve_prompts(
@@ -136,6 +151,35 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 def _gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """Return an RMS norm of ``x [n, D]``, times a gate."""
-    assert self.activation == "silu"
+    assert self.activation in ("silu", "swish")  # two names of one function
     normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
     return (self.weight.float() * normed * F.silu(gate.float())).to(x.dtype)
+
+
+def _split(
+    qkvz: torch.Tensor, ba: torch.Tensor, num_key_heads: int, num_value_heads: int, key_dim: int,
+    value_dim: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Return ``[n, channels]`` that are convolved, z ``[n, Hv, Dv]``, and b and a ``[n, Hv]``."""
+    values = num_value_heads * value_dim
+    qkv, z = qkvz.split([2 * num_key_heads * key_dim + values, values], -1)
+    b, a = ba.chunk(2, -1)
+    z = z.reshape(len(z), num_value_heads, value_dim)
+    return qkv.contiguous(), z, b.contiguous(), a.contiguous()
+
+
+def _norm_of_heads(
+    query_and_gate: torch.Tensor, key: torch.Tensor, query_weight: torch.Tensor,
+    key_weight: torch.Tensor, eps: float, head_dim: int, num_heads: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Return query and key, each head normalised by weights that count from one, and the gate."""
+    query, gate = query_and_gate.view(-1, num_heads, 2 * head_dim).chunk(2, -1)
+    heads = (query, query_weight), (key.reshape(len(key), -1, head_dim), key_weight)
+    query, key = (F.rms_norm(x, (head_dim,), 1.0 + weight, eps) for x, weight in heads)
+    return query.flatten(1), key.flatten(1), gate.flatten(1)
+
+
+def _gate_of_heads(out: torch.Tensor, gate: torch.Tensor, *, inplace: bool = True) -> torch.Tensor:
+    """Return what was attended to, times the sigmoid of a gate of its shape."""
+    assert inplace
+    return out.mul_(gate.sigmoid())

@@ -125,7 +125,7 @@ def test_the_checkpoint_is_what_the_list_says(found: Found) -> None:
     entry = ARCHITECTURES[spec.architecture]
     query = "qkv_proj" if entry.fused_qkv else "q_proj"
     for part in (f"self_attn.{query}", *filter(None, (entry.attention_norm, *entry.other_norms))):
-        name = f"model.layers.1.{part}.weight"
+        name = f"{entry.tensor_prefix}layers.1.{part}.weight"
         wrong = {**shapes, name: (shapes[name][0] + 1, *shapes[name][1:])}
         with pytest.raises(ValueError, match=name.replace(".", r"\.")):
             check_shapes(wrong, config)

@@ -74,7 +74,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "type='image_url'",
+        "messages[0].content[0].type='image_url': this server serves its model for text; images, "
+        "video and audio are not accepted",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"video_url": {}, "type": "video_url"}]}]},
+        "type='video_url': this server serves its model for text",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "type='input_audio': this server serves its model for text",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "image_url": {}}]}]},
+        "messages[0].content[0].image_url: this server has no such field",
     ),
     (
         CHAT,
@@ -109,7 +125,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"text": "x", "rid": "a", "sampling_params": {"n": 2}},
         "one prompt beside it, and n=1",
     ),
-    (NATIVE, {"text": "x", "image_data": "/etc/passwd"}, "image_data"),
+    (NATIVE, {"text": "x", "image_data": "/etc/passwd"}, "image_data='/etc/passwd': this server"),
+    (NATIVE, {"text": "x", "video_data": ["v"]}, "images, video and audio are not accepted"),
+    (NATIVE, {"text": "x", "audio_data": ["a"]}, "images, video and audio are not accepted"),
     (NATIVE, {"text": "x", "input_embeds": [[1.0]]}, "input_embeds"),
     ("/tokenize", {"prompt": "x" * 5000}, "prompt has 5000 bytes"),
     ("/detokenize", {"tokens": [1000]}, r"tokens[0]=1000"),

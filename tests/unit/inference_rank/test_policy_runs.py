@@ -15,7 +15,7 @@ import pytest
 import torch
 from clusters import write_clusters
 from program_runs import result, run_program
-from tiny_models import LAYERS, LENGTHS, STEPS, write_model
+from tiny_models import LAYERS, LENGTHS, MODELS, STEPS, write_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -39,7 +39,7 @@ ALL: dict[str, dict[str, Any]] = {
     "lfps": {"policy": "lfps"},
 }  # fmt: skip
 """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
-LINEAR = "qwen3-next"
+LINEAR = ("qwen3-next", "qwen3.5")
 OF_LINEAR: dict[str, dict[str, Any]] = {
     "late_layers": {"policy": "look_ahead", "late_layers": 2},
     "kascade": {"policy": "kascade", "anchors": [1]},
@@ -79,28 +79,29 @@ def test_all_selected_gives_the_tokens_of_stock(runs: Path, way: str) -> None:
     check_tokens(runs, NAME, way)
 
 
-@pytest.fixture(scope="module")
-def linear_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("linear")
-    write_model(LINEAR, folder / "models" / LINEAR)
+@pytest.fixture(scope="module", params=LINEAR)
+def linear_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, folder = request.param, tmp_path_factory.mktemp("linear")
+    write_model(name, folder / "models" / name)
     base = COVERING | {"exact_layers": []}
     trees: dict[str, Any] = {way: {"selection": base | more} for way, more in OF_LINEAR.items()}
     (folder / "ways.json").write_text(json.dumps(trees | {"another": ANOTHER_PROCESS}))
-    run_program(folder, LINEAR, "--ways", str(folder / "ways.json"))
-    return folder
+    run_program(folder, name, "--ways", str(folder / "ways.json"))
+    return folder / name
 
 
 @pytest.mark.parametrize("way", OF_LINEAR)
 def test_all_selected_beside_linear_attention(linear_runs: Path, way: str) -> None:
-    check_tokens(linear_runs, LINEAR, way)
+    check_tokens(linear_runs.parent, linear_runs.name, way)
 
 
 def test_a_cache_rank_in_another_process_is_refused_by_the_inference_rank(
     linear_runs: Path,
 ) -> None:
-    assert not (linear_runs / f"{LINEAR}-another.safetensors").exists()
-    log = (linear_runs / f"{LINEAR}-another.log").read_text()
-    assert "SettingsError: Qwen3NextForCausalLM has layers of linear attention" in log
+    name = linear_runs.name
+    assert not (linear_runs.parent / f"{name}-another.safetensors").exists()
+    log = (linear_runs.parent / f"{name}-another.log").read_text()
+    assert f"SettingsError: {MODELS[name].architecture} has layers of linear attention" in log
 
 
 def test_slow_steps_attend_to_everything(runs: Path) -> None:

@@ -14,6 +14,7 @@ from quantised_models import Quantised, awq, compressed, fp8, fp8_channels, gptq
 from safetensors.torch import load_file, save_file
 
 from tandemkv.cache_rank.protocol.errors import ContractError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.models.architectures import ARCHITECTURES
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace, read_projection
 from tandemkv.inference_rank.weights.query_checkpoint import QueryCheckpoint, checkpoint_of
@@ -71,11 +72,13 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 every_format = pytest.mark.parametrize("kind", FORMATS)
 
 
-def write(folder: Path, says: dict[str, Any] | None, parts: list[Quantised]) -> Path:
+def write(
+    folder: Path, says: dict[str, Any] | None, parts: list[Quantised], prefix: str = "model."
+) -> Path:
     config = CONFIG | ({} if says is None else {"quantization_config": says})
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {
-        f"model.layers.{layer}.self_attn.q_proj.{end}": tensor.contiguous()
+        f"{prefix}layers.{layer}.self_attn.q_proj.{end}": tensor.contiguous()
         for layer, quantised in enumerate(parts)
         for end, tensor in quantised.parts.items()
     }
@@ -176,18 +179,21 @@ def test_each_rank_reads_its_rows_and_their_bias(
         load(model, QueryCheckpoint(tmp_path), 3)
 
 
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"])
 def test_gates_are_left_out_and_linear_layers_have_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Qwen3-Next in FP8: rows of a head's query, then as many of its gate; layer 0 has no q."""
+    """In FP8: rows of a head's query, then as many of its gate; layer 0 has no q."""
     from sglang.srt import runtime_context
 
     quantise, says = FORMATS["fp8-blocks"]
     both = quantise(torch.randn(2 * ROWS, HIDDEN) * 0.1)
-    write(tmp_path, says, [Quantised({}, both.meaning), both])
-    config = json.loads((tmp_path / "config.json").read_text())
-    more = {"architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config | more))
+    entry = ARCHITECTURES[name]
+    write(tmp_path, says, [Quantised({}, both.meaning), both], entry.tensor_prefix)
+    config: dict[str, Any] = CONFIG | {"full_attention_interval": 2}
+    config = {entry.decoder_config: config} if entry.decoder_config else config
+    config |= {"architectures": [name], "quantization_config": says}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = QueryCheckpoint(tmp_path)
     checkpoint.check()
     wanted = both.meaning.view(HEADS, 2, DIM, HIDDEN)[:, 0].flatten(0, 1)

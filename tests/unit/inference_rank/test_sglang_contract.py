@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiny_models import write_model
 
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.settings.placement import Link, Placement
@@ -60,6 +62,26 @@ def test_every_hook_target_is_in_the_contract(
     monkeypatch.setattr(sglang_versions, "_number", lambda: number)
     targets = {target for target, _, _ in scheduler_hooks("tandemkv")}
     assert targets <= set(sglang_contract.SYMBOLS | sglang_versions.symbols_of(number))
+
+
+def test_sglang_is_told_that_models_read_text_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else it needs a processor of images, and sends an image to itself before it is ready."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from tandemkv.inference_rank.sglang.hooks import scheduler_hooks
+
+    write_model("qwen3.5", tmp_path)
+    assert ModelConfig(str(tmp_path)).is_image_understandable_model
+    monkeypatch.setenv(SETTINGS_VARIABLE, RankSettings().model_dump_json())
+    hooks = {target: hook for target, hook, _ in scheduler_hooks("tandemkv")}
+    before = hooks["sglang.srt.configs.model_config.ModelConfig.__init__"]
+    (path,), kwargs = before(str(tmp_path), enable_multimodal=None)
+    config = ModelConfig(path, **kwargs)
+    assert not config.is_multimodal
+    assert not config.is_image_understandable_model
+    assert config.model_is_mrope
 
 
 @pytest.mark.parametrize(

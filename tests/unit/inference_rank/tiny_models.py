@@ -20,6 +20,8 @@ import torch
 import transformers
 from transformers.modeling_utils import AttentionInterface
 
+from tandemkv.cache_rank.protocol.models.architectures import ARCHITECTURES
+
 VOCABULARY = 512
 LAYERS = 3
 LENGTHS, STEPS = (80, 400), 12
@@ -55,6 +57,15 @@ _DELTA_NETS = {
     "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 """The first and the last layer are gated delta nets."""
+_MROPE = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_TEXT_OF_QWEN3_5 = {**_DELTA_NETS, "rope_parameters": _PLAIN | _MROPE}
+_SHARED_EXPERTS = {
+    **_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+_VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "patch_size": 4,
+}  # fmt: skip
 _GRANITE = {
     "attention_multiplier": 0.11, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
     "logits_scaling": 2.0, "rope_parameters": _PLAIN,
@@ -68,7 +79,10 @@ class TinyModel(NamedTuple):
     kind: str
     changes: dict[str, Any]
     written: Mapping[str, Any] = MappingProxyType({})
-    """Fields of ``config.json`` that published checkpoints have and transformers does not write."""
+    """Fields of ``config.json`` that published checkpoints have and transformers does not write;
+    the decoder's, where it has fields of its own."""
+    stacks_experts: bool = False
+    """Whether the experts of a layer are one tensor, as published."""
 
 
 MODELS = {
@@ -164,6 +178,31 @@ MODELS = {
             "rope_scaling": None,
         },
     ),
+    "qwen3.5": TinyModel(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5",
+        {**_TEXT_OF_QWEN3_5, "linear_num_value_heads": 6},
+        {"full_attention_interval": 2},
+    ),
+    "qwen3.5-moe": TinyModel(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5Moe",
+        {**_TEXT_OF_QWEN3_5, **_SHARED_EXPERTS},
+        {"full_attention_interval": 2},
+        stacks_experts=True,
+    ),
+    "qwen3.5-text-yarn": TinyModel(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5Text",
+        {**_DELTA_NETS, "rope_parameters": _YARN | _MROPE},
+        {"full_attention_interval": 2},
+    ),
+    "qwen3.5-moe-text": TinyModel(
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeText",
+        {**_TEXT_OF_QWEN3_5, **_SHARED_EXPERTS},
+        {"full_attention_interval": 2},
+    ),
 }  # fmt: skip
 
 
@@ -173,17 +212,24 @@ def prompts() -> list[np.ndarray]:
     return [draw.integers(3, 500, length).astype(np.int32) for length in LENGTHS]
 
 
-def _class_of(kind: str) -> Any:
-    """Return transformers' class of a kind; Gemma 3 has its configuration under another name."""
-    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
+def _class_of(model: TinyModel) -> Any:
+    """Return transformers' class; some have their configuration under another name."""
+    purpose = model.architecture.rpartition("For")[2]
+    return getattr(transformers, f"{model.kind.removesuffix('Text')}For{purpose}")
+
+
+def _config_of(model: TinyModel) -> Any:
+    fields = {**_SHAPE, **model.changes}
+    decoder = ARCHITECTURES[model.architecture].decoder_config
+    parts = {decoder: fields, "vision_config": _VISION, "tie_word_embeddings": False}
+    return getattr(transformers, f"{model.kind}Config")(**(parts if decoder else fields))
 
 
 def write_model(name: str, folder: Path) -> None:
     """Write ``config.json`` and weights of a model, always the same."""
-    architecture, kind, changes, written = MODELS[name]
+    chosen = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**_SHAPE, **changes})
-    model = _class_of(kind)(config)
+    model = _class_of(chosen)(_config_of(chosen))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key and parameter.dim() == 1:
@@ -195,9 +241,10 @@ def write_model(name: str, folder: Path) -> None:
                 parameter.uniform_(-5.0, 0.0)
             else:
                 parameter.normal_(0.0, 0.2)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not chosen.stacks_experts)
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"architectures": [architecture], **written}
+    config = json.loads(path.read_text()) | {"architectures": [chosen.architecture]}
+    config.get(ARCHITECTURES[chosen.architecture].decoder_config, config).update(chosen.written)
     path.write_text(json.dumps(config))
 
 
@@ -210,10 +257,11 @@ class Reference:
 
     def __init__(self, name: str, folder: Path) -> None:
         AttentionInterface.register("captured", _attend)
-        self._model = _class_of(MODELS[name].kind).from_pretrained(
+        self._model = _class_of(MODELS[name]).from_pretrained(
             folder, dtype=torch.float64, attn_implementation="captured"
         )
         self._model.eval()
+        self._decoder = getattr(self._model.model, "language_model", self._model.model)
         if hasattr(self._model, "set_experts_implementation"):
             self._model.set_experts_implementation("eager")
 
@@ -226,7 +274,7 @@ class Reference:
                 lambda _, args, kwargs: seen.append((args or (kwargs["hidden_states"],))[0][0]),
                 with_kwargs=True,
             )
-            for layer in self._model.model.layers
+            for layer in self._decoder.layers
         ]
         logits = self._model(torch.tensor([tokens]), use_cache=False).logits[0]
         for hook in hooks:
@@ -236,9 +284,9 @@ class Reference:
     @torch.no_grad()
     def query(self, layer: int, stream: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return a layer's query ``[n, Hq, D]`` for a stream ``[n, hidden]`` of any tokens."""
-        module, stream = self._model.model.layers[layer], stream.double()[None]
-        kinds = getattr(self._model.config, "layer_types", None)
-        rotary = self._model.model.rotary_emb
+        module, stream = self._decoder.layers[layer], stream.double()[None]
+        kinds = getattr(self._decoder.config, "layer_types", None)
+        rotary = self._decoder.rotary_emb
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         angles = rotary(
             stream, positions[None], **({"layer_type": kinds[layer]} if by_kind else {})

@@ -11,7 +11,12 @@ import msgspec
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, model_hash, read_model_spec
+from tandemkv.cache_rank.protocol.models.model_spec import (
+    ModelSpec,
+    model_hash,
+    read_config,
+    read_model_spec,
+)
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -170,6 +175,55 @@ def test_models_of_linear_attention_alone_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=match):
         read_model_spec(_write(tmp_path, **NEXT, **changes), dtype="float32")
+
+
+NESTED = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": True,
+    "quantization_config": {"quant_method": "fp8"}, "vision_config": {"hidden_size": 7},
+    "hidden_size": 7, "dtype": "float16",
+}  # fmt: skip
+
+
+def test_the_decoder_may_have_a_configuration_of_its_own(tmp_path: Path) -> None:
+    """What it says goes before what stands beside it, but for what concerns the whole model."""
+    text = {
+        **CONFIG,
+        "full_attention_interval": 3,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    text |= {"architectures": ["Other"], "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(NESTED | {"text_config": text}))
+    spec = read_model_spec(tmp_path, dtype="float32")
+    assert (spec.architecture, spec.hidden_size) == ("Qwen3_5ForConditionalGeneration", 48)
+    assert spec.linear_layers == (0, 1)
+    config = read_config(tmp_path)
+    assert config["tie_word_embeddings"] is True
+    assert config["quantization_config"] == {"quant_method": "fp8"}
+    assert config["dtype"] == "bfloat16"
+    del text["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(NESTED | {"text_config": text}))
+    with pytest.raises(UnsupportedModelError, match=r"garbles.*num_hidden_layers"):
+        read_model_spec(tmp_path, dtype="float32")
+
+
+def test_embeddings_are_tied_where_the_whole_model_says_so(tmp_path: Path) -> None:
+    """SGLang and transformers do not ask the decoder's configuration."""
+    whole = {name: x for name, x in NESTED.items() if name != "tie_word_embeddings"}
+    text = CONFIG | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text}))
+    assert "tie_word_embeddings" not in read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, [], "x"])
+def test_a_decoder_without_a_configuration_is_refused(tmp_path: Path, text: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | NESTED | {"text_config": text}))
+    with pytest.raises(UnsupportedModelError, match="has no object text_config; copy or download"):
+        read_config(tmp_path)
+
+
+def test_a_configuration_that_no_decoder_has_is_left_alone(tmp_path: Path) -> None:
+    assert read_config(_write(tmp_path, text_config={"hidden_size": 7}))["hidden_size"] == 48
 
 
 def test_gemma_scales_by_a_field_of_its_own(tmp_path: Path) -> None:

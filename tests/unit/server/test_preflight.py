@@ -202,6 +202,7 @@ def test_addresses() -> None:
         ["--ssl-certfile", "x.pem"], ["--ssl-key=x.pem"], ["--api-key", "k"], ["--admin-api=k"],
         ["--enable-http2"], ["--fastapi-root-path", "/x"], ["--tokenizer-worker-num", "2"],
         ["--enable-custom-logit-processor"],
+        ["--enable-multimodal"],
         ["--enable-kv-cache-sharding"], ["--enable-nvidia-mega"], ["--enable-layernorm-sp"],
         ["--startup-weight-load-mode", "overlap"],
     ],

@@ -106,6 +106,45 @@ def test_layers_of_linear_attention_have_states() -> None:
     assert hybrid.predictor_bytes == TINY.predictor_bytes
 
 
+def test_what_reads_images_is_held_and_read_by_no_step() -> None:
+    seeing = replace(TINY, vision_parameters=1000)
+    assert seeing.weight_bytes == TINY.weight_bytes + 2 * 1000
+    quantised = replace(seeing, matrix_bits=8.0)  # of the layers alone
+    assert quantised.weight_bytes == replace(TINY, matrix_bits=8.0).weight_bytes + 2 * 1000
+    assert seeing.step_weight_bytes(3) == TINY.step_weight_bytes(3)
+
+
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "hidden_size": 1024, "head_dim": 256,
+    "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "intermediate_size": 3584, "vocab_size": 248320, "max_position_embeddings": 262144,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "tie_word_embeddings": True,
+    "vision_config": {
+        "depth": 12, "hidden_size": 768, "intermediate_size": 3072, "in_channels": 3,
+        "patch_size": 16, "temporal_patch_size": 2, "num_position_embeddings": 2304,
+        "spatial_merge_size": 2, "out_hidden_size": 1024,
+    },
+}  # fmt: skip
+
+
+def test_qwen3_5_has_what_reads_images() -> None:
+    """The transformer of patches by hand: patches, positions, blocks and what merges four."""
+    shape = shape_of_config(QWEN3_5, name="m", dtype="bfloat16")
+    block = 768 * 2304 + 2304 + 768 * 768 + 768 + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
+    merger = 3072 * 3072 + 3072 + 3072 * 1024 + 1024 + 2 * 768
+    patches = 768 * (3 * 2 * 16 * 16) + 768 + 2304 * 768
+    assert shape.vision_parameters == patches + 12 * block + merger
+    lacking = {name: x for name, x in QWEN3_5.items() if name != "vision_config"}
+    with pytest.raises(UnsupportedModelError, match="vision_config"):
+        shape_of_config(lacking, name="m", dtype="bfloat16")
+    text = shape_of_config(
+        lacking | {"architectures": ["Qwen3_5ForCausalLM"]}, name="m", dtype="bfloat16"
+    )
+    assert shape.weight_bytes == text.weight_bytes + 2 * shape.vision_parameters
+    assert text.vision_parameters == 0
+
+
 def test_other_layers_attend_where_the_model_is() -> None:
     for others in ({"windowed_layers": (0,)}, {"linear_layers": (0,)}):
         hybrid = replace(TINY, **others)
