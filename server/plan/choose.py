@@ -39,6 +39,16 @@ class Choice:
     reason: str
     cost: CostConstants = H200
 
+    @property
+    def gains(self) -> bool:
+        """Whether stock SGLang is predicted to be slower than `chosen`, or cannot hold the load."""
+        dense = self.plans[0]
+        return self.chosen is not None and _is_slower(dense, self.chosen)
+
+
+def _is_slower(dense: PlacementPlan, own: PlacementPlan) -> bool:
+    return not dense.fits or dense.step.tpot_ms > own.step.tpot_ms
+
 
 def plan_all(
     shape: ModelShape,
@@ -46,12 +56,16 @@ def plan_all(
     *,
     num_gpus: int,
     gpu_bytes: int,
+    tp_size: int | None = None,
     cost: CostConstants = H200,
 ) -> tuple[PlacementPlan, ...]:
-    """Return every placement that `num_gpus` GPUs of `gpu_bytes` allow, stock SGLang first."""
+    """Return every placement that `num_gpus` GPUs of `gpu_bytes` allow, stock SGLang first.
+
+    With `tp_size` the model is on so many of them in each.
+    """
     return tuple(
         _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=cost)
-        for placement in possible_placements(shape, num_gpus)
+        for placement in possible_placements(shape, num_gpus, tp_size)
     )
 
 
@@ -62,6 +76,7 @@ def choose_placement(
     num_gpus: int,
     gpu_bytes: int,
     available: Collection[str] | None = None,
+    tp_size: int | None = None,
     cost: CostConstants = H200,
 ) -> Choice:
     """Choose the placement with the least predicted time per token among those that fit.
@@ -77,7 +92,10 @@ def choose_placement(
     gpu_bytes : int
         Memory of each.
     available : Collection[str], optional
-        Names of the placements that may be chosen; default all. Stock SGLang never is.
+        Names of the placements that may be chosen; default those that `serve` takes unasked, or
+        if none of them fits, all. Stock SGLang never is.
+    tp_size : int, optional
+        GPUs of the model, if that is decided.
     cost : CostConstants
         Of the hardware.
 
@@ -91,7 +109,9 @@ def choose_placement(
     SettingsError
         If there is no GPU.
     """
-    plans = plan_all(shape, load, num_gpus=num_gpus, gpu_bytes=gpu_bytes, cost=cost)
+    plans = plan_all(
+        shape, load, num_gpus=num_gpus, gpu_bytes=gpu_bytes, tp_size=tp_size, cost=cost
+    )
     dense, *own = plans
     if available is not None:
         own = [plan for plan in own if plan.placement.name in available]
@@ -99,7 +119,8 @@ def choose_placement(
     if not fitting:
         reason = _why_none_fits(own, shape, load, gpu_bytes)
         return Choice(plans=plans, chosen=None, reason=reason, cost=cost)
-    best = min(fitting, key=lambda plan: (plan.step.tpot_ms, plan.placement.num_gpus))
+    offered = [plan for plan in fitting if plan.placement.is_chosen or available is not None]
+    best = min(offered or fitting, key=lambda x: (x.step.tpot_ms, x.placement.num_gpus))
     reason = _reason(best, fitting, own, dense, load)
     return Choice(
         plans=plans, chosen=best, reason=f"{reason}; constants of {cost.origin}", cost=cost
@@ -241,6 +262,7 @@ def _reason(
     dense: PlacementPlan,
     load: Workload,
 ) -> str:
+    chosen = best.placement
     others = [plan for plan in fitting if plan is not best]
     left_out = [plan.placement.name for plan in own if not plan.fits]
     words = [f"least predicted time per token, {best.step.tpot_ms:.1f} ms"]
@@ -249,7 +271,7 @@ def _reason(
         words.append(f"{', '.join(left_out)} does not fit")
     if not dense.fits:
         words.append("stock SGLang cannot hold this load")
-    elif dense.step.tpot_ms <= best.step.tpot_ms:
+    elif not _is_slower(dense, best):
         words.append(
             f"stock SGLang is predicted to be no slower ({dense.step.tpot_ms:.1f} ms): at this "
             "load tandemkv gains nothing"
@@ -257,6 +279,14 @@ def _reason(
     else:
         gain = dense.step.tpot_ms / best.step.tpot_ms
         words.append(f"stock SGLang {dense.step.tpot_ms:.1f} ms, {gain:.1f} times as long")
+    faster = [plan for plan in others if plan.step.tpot_ms < best.step.tpot_ms]
+    if faster:
+        names = ", ".join(plan.placement.name for plan in faster)
+        words.append(f"serve takes {names} only if its flags are given")
+    elif not chosen.is_chosen:
+        words.append(f"serve takes {chosen.name} only if its flags are given")
+    if not chosen.has_run:
+        words.append(f"{chosen.name} was never run on GPUs")
     if not load.is_sparse:
         words.append("the whole context is resident, so nothing is selected")
     return "; ".join(words)

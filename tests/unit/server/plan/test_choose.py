@@ -73,6 +73,40 @@ def test_takes_what_the_version_offers() -> None:
     assert "none of the placements" in none.reason
 
 
+def test_recommends_what_serve_takes_and_says_what_never_ran() -> None:
+    choice = choose_placement(QWEN, LOAD, num_gpus=8, gpu_bytes=H200_BYTES)
+    assert choice.chosen is not None
+    assert choice.chosen.placement.is_chosen
+    assert choice.chosen.placement.name == "in-process-tp8"
+    assert "in-process-tp8 was never run on GPUs" in choice.reason
+    faster = [
+        plan.placement.name
+        for plan in choice.plans[1:]
+        if plan.step.tpot_ms < choice.chosen.step.tpot_ms
+    ]
+    assert not faster or f"serve takes {', '.join(faster)} only if its flags" in choice.reason
+    # Of 1 + 7 GPUs the last ones hold what no other placement does.
+    full = replace(LOAD, concurrency=48, context_tokens=131072)
+    choice = choose_placement(QWEN, full, num_gpus=8, gpu_bytes=H200_BYTES)
+    assert (
+        choice.chosen is None
+        or choice.chosen.placement.is_chosen
+        or (f"serve takes {choice.chosen.placement.name} only if its flags" in choice.reason)
+    )
+
+
+def test_serve_and_plan_choose_among_the_same_placements() -> None:
+    unasked = {
+        item.name
+        for gpus in range(1, 17)
+        for item in possible_placements(QWEN, gpus)[1:]
+        if item.is_chosen
+    }
+    assert unasked == {"1+1", *(f"in-process-tp{size}" for size in (1, 2, 4, 8))}
+    alone = possible_placements(QWEN, 8, 1)
+    assert [item.name for item in alone] == ["dense-tp1", "in-process-tp1", "1+1", "1+7"]
+
+
 def test_says_when_stock_is_no_slower() -> None:
     load = replace(LOAD, context_tokens=900)
     choice = choose_placement(QWEN, load, num_gpus=1, gpu_bytes=H200_BYTES)
@@ -144,12 +178,18 @@ def test_command_prints_tables(runner: CliRunner) -> None:
     assert result.exit_code == 0
     for part in ("1 inference + 1 cache GPU", "key index", "TPOT", "recommended", "132.0 usable"):
         assert part in result.output
+    assert "never run on GPUs" not in result.output
+    found = break_even_tokens(QWEN, replace(LOAD, num_recent_tokens=128), 2)
+    assert f"break-even: requests of up to {found} tokens" in result.output
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--gpus", "4"])
+    assert "2 inference + 2 cache GPUs (never run on GPUs)" in result.output
 
 
 def test_the_command_has_the_context_and_its_limit_is_told(runner: CliRunner) -> None:
     result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "64k"])
     assert "--max-context 65536" in result.output
     assert "65536 tokens are more than the 40960 of max_position_embeddings" in result.output
+    assert '"max_position_embeddings": 65536, "rope_scaling": {"rope_type": "yarn"' in result.output
     result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "32k"])
     assert "--max-context 32768" in result.output
     assert "max_position_embeddings" not in result.output
@@ -197,6 +237,9 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
         context_tokens=65536, concurrency=8, num_resident=516, num_recent_tokens=128,
         fetch_cap_tokens=128, exact_layers=(), index_dtype="int4",
     )  # fmt: skip
+    assert [item["has_run_on_gpus"] for item in printed["placements"]] == [True] * 3
+    assert [item["chosen_by_serve"] for item in printed["placements"]] == [False, True, True]
+    assert printed["break_even"]["tokens"] == break_even_tokens(QWEN, load, 2)
     placement = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=1)
     memory = memory_of(placement, QWEN, load)
     assert memory.cache is not None
