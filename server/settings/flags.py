@@ -124,8 +124,8 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="An option of the policy, e.g. sfi.max_interval=8; may be repeated. "
-        "`tandemkv policies` lists them.",
+        help="An option of a policy, e.g. sfi.max_interval=8 (`tandemkv policies` lists them), or "
+        "any setting by its dotted name, e.g. cache.capacity_tokens=64k. May be repeated.",
         rich_help_panel=SELECTION,
     ),
 ]
@@ -241,9 +241,9 @@ def _annotation(flag: Flag) -> Any:
 
 
 def _default_text(field: FieldInfo) -> list[str]:
-    """Return the default; nothing where it is open, or a switch that is off."""
+    """Return the default; nothing where it is open or told, or a switch that is off."""
     default = field.default
-    if default is None or default is False:
+    if default is None or default is False or "Default:" in (field.description or ""):
         return []
     if isinstance(default, tuple):
         return [f"default: {','.join(str(item) for item in default) or 'none'}"]
