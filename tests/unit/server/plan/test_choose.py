@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -372,6 +374,15 @@ def test_says_how_to_start_what_it_recommends(
 ) -> None:
     result = runner.invoke(app, ["plan", "--model", "Qwen3-8B", *more])
     assert f"start it with\n  {command}\n" in result.output, result.output
+
+
+def test_the_quick_start_has_the_command_that_plan_prints(runner: CliRunner) -> None:
+    page = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
+    (given,) = re.findall(r"^tandemkv (plan --model /path/to/model [^#\n]*)", page, re.MULTILINE)
+    arguments = given.replace("/path/to/model", "qwen3-8b").split()
+    result = runner.invoke(app, [*arguments, "--gpu-memory", "139"])
+    command = result.output.partition("start it with\n  ")[2].splitlines()[0]
+    assert f"\n{command}\n" in page
 
 
 def test_every_placement_can_be_started() -> None:
