@@ -101,7 +101,7 @@ def cache_rank(
         list[Path],
         typer.Option(
             "--run-dir",
-            metavar="<path>",
+            metavar="PATH",
             help="Directory shared with the inference rank; with --tp one for each that it serves.",
         ),
     ],

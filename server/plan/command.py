@@ -48,6 +48,10 @@ _BREAK_EVEN = (
     "break-even: requests of up to {tokens} tokens, and steps of no more than {batch_tokens} in "
     "all, attend to everything, which is predicted to be no slower there"
 )
+_POOLED = (
+    "the predicted times are without --pool-before and --pool-after, which made a layer's "
+    "selection a third longer on an H200 (docs/policies.md)"
+)
 _KEYS = (
     "policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens",
     "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers",
@@ -163,6 +167,8 @@ def plan(
         lines = [note] if note else []
         if not is_captured:
             lines.append(f"decode steps of policy {policy} are not captured: they take longer")
+        if settings.selection.pool_before or settings.selection.pool_after:
+            lines.append(_POOLED)
         if shape.max_context and context > shape.max_context:
             how = how_to_extend(_config(model, shape), context)
             lines.append(_TOO_LONG.format(context=context, limit=shape.max_context, how=how))

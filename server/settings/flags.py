@@ -11,6 +11,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
@@ -269,4 +270,4 @@ def _metavar(field: FieldInfo) -> str:
         return "CHOICE"
     if typing.get_origin(hint) is tuple:
         return "0,1|none" if int in typing.get_args(hint) else "A,B|none"
-    return {int: "INTEGER", float: "NUMBER"}.get(hint, "TEXT")
+    return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(hint, "TEXT")

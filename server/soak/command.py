@@ -67,7 +67,7 @@ def soak(request: SoakRequest) -> None:
 
     Requests are mixed; some are bad, or given up in mid-stream.
 
-    Judged: lost and wrong answers, time until ready again, leaks, growing latency.
+    Judged: lost and wrong answers, time until ready, leaks, growing latency.
 
     Exit code 1 if anything fails.
     """

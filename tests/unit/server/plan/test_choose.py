@@ -295,6 +295,7 @@ def test_plan_takes_the_index_that_serve_would(
         (["--model", "qwen3-8b", "--policy", "magic"], 2, "known: async_spade"),
         (["--model", "qwen3-8b", "--policy", "lfps"], 2, "policy=lfps attends on the host's CPU"),
         (["--model", "qwen3-8b", "--policy", "sync_kv"], 0, "sync_kv are not captured"),
+        (["--model", "qwen3-8b", "--set", "selection.pool_before=1"], 0, "without --pool-before"),
         (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
         (["--model", "qwen3-8b", "--context", "64q"], 2, "'64q' is no number of tokens"),
