@@ -72,6 +72,7 @@ def test_every_hook_target_is_in_the_contract(
         {"tp_size": 2},
         {"dp_size": 2},
         {"attn_cp_size": 2},
+        {"dcp_size": 2},
         {"kv_cache_dtype": "fp8_e4m3"},
     ],
 )
