@@ -80,6 +80,7 @@ def check_server_args(
         "--pp-size": getattr(args, "pp_size", 1) != 1,
         "--dp-size": getattr(args, "dp_size", 1) != 1,
         "--attn-cp-size": getattr(args, "attn_cp_size", 1) != 1,
+        "--dcp-size": getattr(args, "dcp_size", 1) != 1,
     }
     used = [name for name, is_used in rejected.items() if is_used]
     if used:

@@ -37,6 +37,12 @@ class AsyncSpadePolicy(WindowedPolicy):
     Deviations from the paper, each an option or stated:
 
     - The sign in the softmax is that of Eq. 3 (``sign=1``); Algorithm 1 prints the other.
+    - The weights of each window size are solved for by themselves, as section 4 says. Algorithm 1
+      solves once, for the whole window, and takes the first of these weights for smaller sizes.
+    - Algorithm 1 masks these weights with zeros and takes a second softmax over them, in which a
+      masked one counts as exp(0). Here there is one softmax, over the weights of the size alone.
+    - Eq. 2 has the softmax within what is minimised. Here, as in Algorithm 1, an ordinary ridge
+      regression is solved, and its weights go through the softmax.
     - The regulariser is not given there; ``eps`` here is relative to the mean squared norm of the
       queries regressed on.
     - Queries are regressed on without RoPE, and the prediction is rotated to the position of
@@ -46,9 +52,10 @@ class AsyncSpadePolicy(WindowedPolicy):
     - With ``pool_before``, which the paper does not have, a token counts at least as much as
       those before it: what follows the tokens that were predicted is asked for a step later. It
       helps with ``window`` = 1, where the prediction is the last query; the mean over
-      windows of many sizes is too smooth for it (docs/quality.md).
-    - What is selected enters a resident set that holds more than one selection (LRU), instead
-      of replacing the set.
+      windows of many sizes is too smooth for it (docs/ablations.md).
+    - What is selected enters a resident set, of which one selection replaces at most the fetch cap,
+      least recently used tokens first, instead of the whole set. With ``resident_factor`` above 1
+      the set holds more than one selection.
     - While a request has fewer than W + 1 queries, the sizes that there are get averaged.
 
     References

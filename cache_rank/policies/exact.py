@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attend to everything, on the cache rank."""
+"""Attend to everything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import PolicyCapabilities, UnselectivePolicy
 
 
 class ExactPolicy(UnselectivePolicy):
-    """Every layer of a row takes the exact step: dense output at the cache rank's capacity."""
+    """Attends to all tokens in every layer, as dense attention does."""
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.NONE, all_exact=True, per_head=True

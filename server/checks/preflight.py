@@ -24,6 +24,7 @@ from tandemkv.server.plan.placement_choice import check_runs_on, resolve_alone, 
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
 from tandemkv.server.settings.sglang_args import check_sglang_args
 
+from .context_limit import how_to_extend
 from .model_files import check_model_files, check_query_weights
 from .ports import choose_port
 from .sglang_features import check_adapters, check_speculation
@@ -209,8 +210,7 @@ def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, obje
         raise SettingsError(
             f"max_context={settings.max_context} is longer than the {limit} tokens that "
             f"{settings.model} was trained for (max_position_embeddings in its config.json); lower "
-            "--max-context, or extend the model as its card says (with YaRN, rope_scaling and that "
-            "limit)"
+            f"--max-context, or {how_to_extend(config, settings.max_context)}"
         )
 
 

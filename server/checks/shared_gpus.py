@@ -61,9 +61,19 @@ def are_peers(one: int, other: int) -> bool:
     )
 
 
+def mps_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where CUDA MPS answers, if it runs."""
+    return Path(environ.get(_PIPE_VARIABLE, _PIPE_DIRECTORY))
+
+
+def runs_mps(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether CUDA MPS runs."""
+    return (mps_directory(environ) / "control").exists()
+
+
 def _check_mps(environ: Mapping[str, str], what: str) -> None:
-    pipes = Path(environ.get(_PIPE_VARIABLE, _PIPE_DIRECTORY))
-    if not (pipes / "control").exists():
+    pipes = mps_directory(environ)
+    if not runs_mps(environ):
         raise SettingsError(
             f"{what}: two processes take turns of "
             f"milliseconds on a GPU without CUDA MPS, and none answers in {pipes}; start it with "

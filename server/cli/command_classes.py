@@ -61,8 +61,36 @@ class _Reporting:
         typer.echo(f"tandemkv: error: {message}", err=True)
 
 
+_METAVARS = {"str": "TEXT", "int": "INTEGER", "float": "NUMBER", "path": "PATH", "bool": SWITCH}
+"""What options are shown to take, in the style of our own, by the names that typer has."""
+
+
 class ReportingGroup(_Reporting, TyperGroup):
     """A command of commands that reports errors in one line."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, whose help shows types as that of the settings does."""
+        command = super().get_command(ctx, cmd_name)
+        for each in (command, *getattr(command, "commands", {}).values()):
+            for item in [] if each is None else each.get_params(ctx):
+                _show_type(item, ctx)
+        return command
+
+
+def _show_type(item: Any, ctx: Any) -> None:
+    """Replace what typer from 0.29 on shows in angle brackets; an argument keeps its own name."""
+    show = getattr(item, "display_type_rich", None)
+    if item.metavar is not None or show is None:
+        return
+    name = str(show(ctx)).strip("<>").removeprefix("list[").partition("]")[0]
+    name = name.removesuffix(" range")
+    text = name if "|" in name else _METAVARS.get(name)
+    if text is None:
+        return
+    if item.param_type_name == "argument":
+        item.display_type_rich = lambda ctx: text
+    else:
+        item.metavar = text
 
 
 class ServeCommand(TyperCommand):

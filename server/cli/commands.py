@@ -118,7 +118,7 @@ def cache_rank(
         option(
             "Directory shared with the inference rank; with --tp one for each that it serves.",
             "--run-dir",
-            metavar="<path>",
+            metavar="PATH",
         ),
     ],
     model: RankModel = None,

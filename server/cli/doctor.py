@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
@@ -26,40 +25,36 @@ from tandemkv.server.plan.devices import resolve_device
 from tandemkv.server.plan.memory import PROCESS_TREE_BYTES, gib
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 
-MINIMUM_PYTHON = (3, 11)
+from .finding import Finding
+from .gpu_checks import check_gpus
+
+MINIMUM_PYTHON, NEWEST_PYTHON = (3, 11), (3, 12)
 _CONTRACT = "from tandemkv.inference_rank.sglang.contract import check_contract; check_contract()"
 _SUBPROCESS_TIMEOUT_S = 180
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-class Finding(NamedTuple):
-    """One line: `advice` says what to do unless the level is ok."""
-
-    name: str
-    level: Literal["ok", "warn", "fail"]
-    text: str
-    advice: str = ""
-
-
 def run_checks(*, port: int, run_dir: Path | None) -> list[Finding]:
     """Run every check; one that breaks down is itself a failure."""
-    checks: dict[str, Callable[[], Finding]] = {
+    checks: dict[str, Callable[[], Finding | list[Finding]]] = {
         "python": check_python,
         "torch": check_torch,
         "sglang": check_sglang,
         "plugin": check_plugin,
         "contract": check_contract,
         "device": check_device,
+        "gpu": check_gpus,
         "memory": check_memory,
         "port": lambda: check_port(port),
         "embedded model": check_embedded_model,
         "shared memory": check_shared_memory,
         "run directory": lambda: check_run_dir(run_dir),
     }
-    findings = []
+    findings: list[Finding] = []
     for name, check in checks.items():
         try:
-            findings.append(check())
+            found = check()
+            findings += found if isinstance(found, list) else [found]
         except Exception as error:  # the other checks are still of use
             findings.append(Finding(name, "fail", f"{type(error).__name__}: {error}", "report it"))
     return findings
@@ -79,9 +74,13 @@ def findings_table(findings: list[Finding]) -> Table:
 def check_python() -> Finding:
     """Look at the version of Python."""
     version = platform.python_version()
-    if tuple(map(int, platform.python_version_tuple()[:2])) < MINIMUM_PYTHON:
-        needed = ".".join(map(str, MINIMUM_PYTHON))
-        return Finding("python", "fail", version, f"use Python {needed} or later")
+    own = tuple(map(int, platform.python_version_tuple()[:2]))
+    oldest, newest = (".".join(map(str, each)) for each in (MINIMUM_PYTHON, NEWEST_PYTHON))
+    if own < MINIMUM_PYTHON:
+        return Finding("python", "fail", version, f"use Python {oldest} or {newest}")
+    if own > NEWEST_PYTHON:
+        advice = f"tandemkv was run with {oldest} and {newest} only; use one of them"
+        return Finding("python", "warn", version, advice)
     return Finding("python", "ok", f"{version}, {sys.executable}")
 
 

@@ -284,8 +284,14 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
         f"  curl {escape(url)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{text}'\n"
         f"  tandemkv status --url {escape(url)}\n\n"
-        f"Ctrl-C stops {'all nodes' if settings.nnodes > 1 else 'both ranks'}."
+        f"Ctrl-C stops {_stopped(settings)}."
     )
+
+
+def _stopped(settings: ServeSettings) -> str:
+    if settings.nnodes > 1:
+        return "all nodes"
+    return "both ranks" if settings.rank_settings.placement.num_cache_ranks else "the server"
 
 
 def run_cache_rank_process(settings: ServeSettings, paths: Sequence[Path], rank: int = 0) -> None:

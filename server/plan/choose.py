@@ -40,6 +40,16 @@ class Choice:
     reason: str
     cost: CostConstants = H200
 
+    @property
+    def gains(self) -> bool:
+        """Whether stock SGLang is predicted to be slower than `chosen`, or cannot hold the load."""
+        dense = self.plans[0]
+        return self.chosen is not None and _is_slower(dense, self.chosen)
+
+
+def _is_slower(dense: PlacementPlan, own: PlacementPlan) -> bool:
+    return not dense.fits or dense.step.tpot_ms > own.step.tpot_ms
+
 
 def choose_placement(
     shape: ModelShape,
@@ -48,23 +58,27 @@ def choose_placement(
     num_gpus: int,
     gpu_bytes: int,
     available: Collection[str] | None = None,
+    tp_size: int | None = None,
     cost: CostConstants = H200,
 ) -> Choice:
     """Choose the placement with the least predicted time per token among those that fit.
 
-    All `num_gpus` GPUs of one host have `gpu_bytes` each. `available` names the placements that may
-    be chosen; default all. Stock SGLang never is, and comes first of the plans, which are all there
-    for comparison. Raises `SettingsError` if there is no GPU.
+    All `num_gpus` GPUs of one host have `gpu_bytes` each; with `tp_size` the model is on so many of
+    them. `available` names the placements that may be chosen; default those that `serve` takes
+    unasked, or if none of them fits, all. Stock SGLang never is, and comes first of the plans,
+    which are all there for comparison. Raises `SettingsError` if there is no GPU.
     """
     plans = tuple(
         _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=cost)
-        for placement in possible_placements(shape, num_gpus)
+        for placement in possible_placements(shape, num_gpus, tp_size)
     )
     dense, *own = plans
     if available is not None:
         own = [plan for plan in own if plan.placement.name in available]
+    fitting = [plan for plan in own if plan.fits]
+    offered = [plan for plan in fitting if plan.placement.is_chosen or available is not None]
     best = min(
-        (plan for plan in own if plan.fits),
+        offered or fitting,
         key=lambda plan: (plan.step.tpot_ms, plan.placement.num_gpus),
         default=None,
     )
@@ -187,17 +201,15 @@ def _overflow(
 def _reason(
     best: PlacementPlan, own: Iterable[PlacementPlan], dense: PlacementPlan, load: Workload
 ) -> str:
+    chosen = best.placement
+    others = [plan for plan in own if plan.fits and plan is not best]
     words = [f"least predicted time per token, {best.step.tpot_ms:.1f} ms"]
-    words += [
-        f"{plan.placement.name} {plan.step.tpot_ms:.1f} ms"
-        for plan in own
-        if plan.fits and plan is not best
-    ]
+    words += [f"{plan.placement.name} {plan.step.tpot_ms:.1f} ms" for plan in others]
     if left_out := [plan.placement.name for plan in own if not plan.fits]:
         words.append(f"{', '.join(left_out)} does not fit")
     if not dense.fits:
         words.append("stock SGLang cannot hold this load")
-    elif dense.step.tpot_ms <= best.step.tpot_ms:
+    elif not _is_slower(dense, best):
         words.append(
             f"stock SGLang is predicted to be no slower ({dense.step.tpot_ms:.1f} ms): at this "
             "load tandemkv gains nothing"
@@ -205,6 +217,14 @@ def _reason(
     else:
         gain = dense.step.tpot_ms / best.step.tpot_ms
         words.append(f"stock SGLang {dense.step.tpot_ms:.1f} ms, {gain:.1f} times as long")
+    faster = [plan for plan in others if plan.step.tpot_ms < best.step.tpot_ms]
+    if faster:
+        names = ", ".join(plan.placement.name for plan in faster)
+        words.append(f"serve takes {names} only if its flags are given")
+    elif not chosen.is_chosen:
+        words.append(f"serve takes {chosen.name} only if its flags are given")
+    if not chosen.has_run:
+        words.append(f"{chosen.name} was never run on GPUs")
     if not load.is_sparse:
         words.append("the whole context is resident, so nothing is selected")
     return "; ".join(words)

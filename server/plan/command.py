@@ -6,22 +6,25 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.models.model_spec import read_config
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
+from tandemkv.server.checks.context_limit import how_to_extend
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.launch.sglang_command import captures_steps
 from tandemkv.server.settings.flags import OPERATION, RANK_FLAGS, SELECTION, SWITCH, with_flags
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 from tandemkv.server.settings.sources import Sourced, load_settings
 
-from .choose import choose_placement
+from .choose import break_even_batch_tokens, break_even_tokens, choose_placement
 from .constants import Constants, constants_here, measure_here
 from .footprint import GIB
 from .pages import on_device
@@ -33,8 +36,15 @@ from .workload import INDEX_DTYPES, Workload
 _MOST_TOKENS, _H200_GIB = 1 << 30, 139
 _TOO_LONG = (
     "{context} tokens are more than the {limit} of max_position_embeddings in the model's "
-    "config.json, and serve refuses them: extend the model first, as its card says (with YaRN, "
-    "rope_scaling and that limit)"
+    "config.json, and serve refuses them: first {how}"
+)
+_BREAK_EVEN = (
+    "break-even: requests of up to {tokens} tokens, and steps of no more than {batch_tokens} in "
+    "all, attend to everything, which is predicted to be no slower there"
+)
+_POOLED = (
+    "the predicted times are without --pool-before and --pool-after, which made a layer's "
+    "selection a third longer on an H200 (docs/policies.md)"
 )
 _KEYS = (
     "policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens",
@@ -138,17 +148,30 @@ def plan(
         shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost,
         available=None if is_captured else in_process,
     )  # fmt: skip
+    chosen = None if choice.chosen is None else choice.chosen.placement
+    even = None
+    if chosen is not None and chosen.kind is PlacementKind.IN_PROCESS:
+        even = {
+            "tokens": break_even_tokens(shape, load, chosen.tp_size, cost),
+            "batch_tokens": break_even_batch_tokens(shape, load, chosen.tp_size, cost),
+        }
     if as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
+        found["break_even"] = even
         typer.echo(json.dumps(found, indent=2))
     else:
         lines = [note] if note else []
         if not is_captured:
             lines.append(f"decode steps of policy {policy} are not captured: they take longer")
+        if settings.selection.pool_before or settings.selection.pool_after:
+            lines.append(_POOLED)
         if shape.max_context and context > shape.max_context:
-            lines.append(_TOO_LONG.format(context=context, limit=shape.max_context))
-        if choice.chosen is not None:
-            command = _command(model, choice.chosen.placement, load, flags, index_dtype)
+            how = how_to_extend(_config(model, shape), context)
+            lines.append(_TOO_LONG.format(context=context, limit=shape.max_context, how=how))
+        if even is not None:
+            lines.insert(0, _BREAK_EVEN.format(**even))
+        if chosen is not None:
+            command = _command(model, chosen, load, flags, index_dtype)
             lines.insert(0, f"start it with\n  {command}")
         console = Console(highlight=False)
         for part in plan_view(choice, shape, load, gpu_bytes):
@@ -174,6 +197,19 @@ def _shape(model: str, dtype: str) -> ModelShape:
     if model == EMBEDDED_MODEL:
         model = str(resolve_model(model, lambda _: None))
     return find_shape(model, dtype=dtype)
+
+
+def _config(model: str, shape: ModelShape) -> Mapping[str, Any]:
+    """Return the ``config.json`` of a directory's model, or what a built-in shape stands for."""
+    if model.lower() in BUILT_IN_SHAPES:
+        family = "Qwen3" if shape.name.startswith("qwen3") else "Llama"
+        return {
+            "architectures": [f"{family}ForCausalLM"],
+            "max_position_embeddings": shape.max_context,
+        }
+    from tandemkv.server.checks.preflight import resolve_model
+
+    return read_config(resolve_model(model, lambda _: None))
 
 
 def _constants(measure: bool) -> Constants:

@@ -10,6 +10,9 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .shape import ModelShape
 
+RAN_ON_GPUS = frozenset({"in-process-tp1", "in-process-tp2", "in-process-tp4", "1+1", "1+3"})
+"""Names of the placements that reports of docs/benchmarks have figures of."""
+
 
 class PlacementKind(StrEnum):
     """How inference and cache share the GPUs."""
@@ -44,6 +47,16 @@ class Placement:
         return f"{inference}+{self.num_cache_gpus}"
 
     @property
+    def is_chosen(self) -> bool:
+        """Whether `serve` takes it unasked, where it is predicted to be fastest."""
+        return self.kind is PlacementKind.IN_PROCESS or self.name == "1+1"
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it ever ran on GPUs; stock SGLang did."""
+        return self.kind is PlacementKind.DENSE or self.name in RAN_ON_GPUS
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """What `tandemkv serve` is told to take this placement; stock SGLang has none."""
         if self.kind is PlacementKind.DENSE:
@@ -63,18 +76,20 @@ class Placement:
         return f"{self.tp_size} inference + {self.num_cache_gpus} cache GPU{plural}"
 
 
-def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ...]:
+def possible_placements(
+    shape: ModelShape, num_gpus: int, tp_size: int | None = None
+) -> tuple[Placement, ...]:
     """Return the placements that this version serves on `num_gpus`.
 
     The first is always stock SGLang. It and the cache rank in process use as many GPUs as the
     model's heads divide into; of those with cache GPUs there are one pair, as many pairs as there
     are, and one GPU for the model with all others as cache GPUs, if there are KV heads for them;
-    none if some layers do not attend to the whole context. Raises `SettingsError` if there is no
-    GPU.
+    none if some layers do not attend to the whole context. With `tp_size` the model is on so many
+    GPUs in each. Raises `SettingsError` if there is no GPU.
     """
     if num_gpus < 1:
         raise SettingsError(f"gpus={num_gpus}: at least one GPU is needed")
-    whole = _largest_tp(shape, num_gpus)
+    whole = tp_size or _largest_tp(shape, num_gpus)
     found = [
         Placement(kind=PlacementKind.DENSE, tp_size=whole),
         Placement(kind=PlacementKind.IN_PROCESS, tp_size=whole),
@@ -88,7 +103,7 @@ def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ..
         ]
     if 2 < num_gpus <= shape.num_kv_heads + 1:
         found.append(Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=num_gpus - 1))
-    return tuple(found)
+    return tuple(item for item in found if tp_size in (None, item.tp_size))
 
 
 def _largest_tp(shape: ModelShape, num_gpus: int) -> int:

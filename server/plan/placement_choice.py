@@ -71,7 +71,8 @@ def resolve_placement(
     settings = _with_anchors_and_index(settings, spec, device)
     if device == "cpu":
         _check_without_gpus(settings)
-    settings, reason = _choose(settings, spec, model_dir, device=device)
+    later: list[str] = []
+    settings, reason = _choose(settings, spec, model_dir, device=device, progress=later.append)
     placement = settings.placement_on(device, reason)
     settings = settings.model_copy(
         update={"placement": placement, "cache_ranks": placement.num_cache_ranks}
@@ -93,7 +94,21 @@ def resolve_placement(
     settings = _with_states(settings, spec, device)
     if device == "cuda":
         _check_gpus(settings, spec, model_dir, placement)
-    return _with_dense_tokens(settings, spec, model_dir, progress, device=device)
+    found = _with_dense_tokens(settings, spec, model_dir, progress, device=device)
+    if device == "cuda" and (found is not settings or later):
+        later.insert(0, _planned_for(found, spec))
+    for line in later:
+        progress(line)
+    return found
+
+
+def _planned_for(settings: ServeSettings, spec: ModelSpec) -> str:
+    load = _load(settings, spec)
+    return (
+        f"planned for {load.concurrency} requests of {load.context_tokens} tokens (--cache-tokens "
+        f"{load.total_tokens} / --max-running-requests {load.concurrency}): give both as you will "
+        "serve"
+    )
 
 
 def resolve_alone(
@@ -382,7 +397,12 @@ def _with_dense_tokens(
 
 
 def _choose(
-    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
+    settings: ServeSettings,
+    spec: ModelSpec,
+    model_dir: Path,
+    *,
+    device: str,
+    progress: Callable[[str], None],
 ) -> tuple[ServeSettings, str]:
     """Decide what is open of `cache_ranks`, `transport` and `tensor_parallel`, and say why."""
     if settings.cache_ranks == 0:
@@ -404,25 +424,26 @@ def _choose(
     elif not captures_steps(settings.selection.policy):
         reason = f"decode steps of policy {settings.selection.policy} are not captured"
     else:
-        return _predicted_fastest(settings, spec, model_dir)
+        return _predicted_fastest(settings, spec, model_dir, progress)
     return settings.model_copy(update={"cache_ranks": 0}), reason
 
 
 def _predicted_fastest(
-    settings: ServeSettings, spec: ModelSpec, model_dir: Path
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, progress: Callable[[str], None]
 ) -> tuple[ServeSettings, str]:
     """Take what `tandemkv plan` predicts to be fastest on these GPUs."""
     num_gpus = torch.cuda.device_count()
+    tp_size = settings.tensor_parallel if "tensor_parallel" in settings.model_fields_set else None
     shape = _shape(settings, spec, model_dir)
     # No head follows one of another GPU.
     crosses = _crosses_heads(find_share(settings.selection, spec))
     available = {
         planned.name
-        for planned in possible_placements(shape, num_gpus)
-        if planned.kind is PlacementKind.IN_PROCESS and (planned.tp_size == 1 or not crosses)
+        for planned in possible_placements(shape, num_gpus, tp_size)
+        if planned.is_chosen and (planned.tp_size == 1 or not crosses)
     }
-    if num_gpus >= 2 and are_peers(0, 1) and not spec.other_layers:
-        available.add("1+1")
+    if num_gpus < 2 or not are_peers(0, 1) or spec.other_layers:
+        available.discard("1+1")
     if not available:  # neither GPU can use the other
         num_gpus, available = 1, {"in-process-tp1"}
     choice = choose_placement(
@@ -431,11 +452,17 @@ def _predicted_fastest(
         num_gpus=num_gpus,
         gpu_bytes=smallest_gpu(num_gpus),
         available=available,
+        tp_size=tp_size,
         cost=constants_here().cost,
     )
     if choice.chosen is None:
         raise SettingsError(f"{choice.reason}; `tandemkv plan` shows every placement")
     chosen = choice.chosen.placement
+    if not choice.gains:
+        progress(
+            "warning: tandemkv gains nothing at that load: stock SGLang is predicted to be no "
+            "slower"
+        )
     update: dict[str, object] = {"tensor_parallel": chosen.tp_size}
     update["cache_ranks"] = chosen.num_cache_gpus
     if chosen.num_cache_gpus:

@@ -53,8 +53,9 @@ def plan_view(
     step.add_column("TPOT", justify="right", style="bold")
     step.add_column("of which; the first limits")
     for plan in choice.plans:
-        fits = "" if plan.fits else " [red](does not fit)[/]"
-        step.add_row(plan.placement.title + fits, f"{plan.step.tpot_ms:.2f}", plan.step.describe())
+        notes = "" if plan.fits else " [red](does not fit)[/]"
+        notes += "" if plan.placement.has_run else " [yellow](never run on GPUs)[/]"
+        step.add_row(plan.placement.title + notes, f"{plan.step.tpot_ms:.2f}", plan.step.describe())
     yield step
     if choice.chosen is None:
         yield Text(f"nothing to recommend: {choice.reason}", style="red")
@@ -102,6 +103,8 @@ def _plan_json(plan: PlacementPlan) -> dict[str, Any]:
         "tp_size": placement.tp_size,
         "cache_gpus": placement.num_cache_gpus,
         "serve_flags": list(placement.flags),
+        "chosen_by_serve": placement.is_chosen,
+        "has_run_on_gpus": placement.has_run,
         "fits": plan.fits,
         "bytes_per_gpu": {
             role: {**asdict(footprint), "total": footprint.total}

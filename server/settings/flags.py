@@ -11,6 +11,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
@@ -123,8 +124,8 @@ _SET_PARAMETER, _ALL_PARAMETER = "assignments", "help_all"
 SetOption = Annotated[
     list[str] | None,
     option(
-        "An option of the policy, e.g. sfi.max_interval=8; may be repeated. `tandemkv policies` "
-        "lists them.",
+        "An option of a policy, e.g. sfi.max_interval=8 (`tandemkv policies` lists them), or any "
+        "setting by its dotted name, e.g. cache.capacity_tokens=64k. May be repeated.",
         "--set",
         metavar="NAME=VALUE",
         rich_help_panel=SELECTION,
@@ -217,9 +218,9 @@ def _annotation(flag: Flag) -> Any:
 
 
 def _default_text(field: FieldInfo) -> str:
-    """Return the default; nothing where it is open, or a switch that is off."""
+    """Return the default; nothing where it is open or told, or a switch that is off."""
     default = field.default
-    if default is None or default is False:
+    if default is None or default is False or "Default:" in (field.description or ""):
         return ""
     if isinstance(default, tuple):
         return f"default: {','.join(map(str, default)) or 'none'}"
@@ -245,4 +246,4 @@ def _metavar(field: FieldInfo) -> str:
         return "CHOICE"
     if typing.get_origin(hint) is tuple:
         return "0,1|none" if int in typing.get_args(hint) else "A,B|none"
-    return {int: "INTEGER", float: "NUMBER"}.get(hint, "TEXT")
+    return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(hint, "TEXT")

@@ -40,7 +40,7 @@ class ServeSettings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="Device of the model, and of all K/V but with lfps, which has them on the "
-        "host. auto: a GPU if there is one.",
+        "host. auto: GPUs where there is one; too few for what is asked are refused.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."
@@ -52,10 +52,10 @@ class ServeSettings(BaseModel):
         None,
         ge=0,
         le=_MOST_CACHE_RANKS,
-        description="0: inside SGLang's process; 1: a process of its own, with --tp as many as "
-        "that. More: each has a part of the KV heads, and on GPUs a GPU of its own. Fewer than "
-        "--tp, on a CPU: each serves several processes. lfps beside a GPU has one, on the host's "
-        "CPU. Default: what is predicted to be fastest, see `tandemkv plan`.",
+        description="0: inside SGLang's process; n: n processes, each with a part of the KV heads "
+        "and on GPUs a GPU of its own. n is a multiple of --tp, or on a CPU a divisor of it. lfps "
+        "beside a GPU has one, on the host's CPU. Default: on a CPU as many as --tp; "
+        "on GPUs 0 or, with one GPU for the model, 1, by the times that `tandemkv plan` predicts.",
     )
     transport: Link | None = Field(
         None,
@@ -79,7 +79,8 @@ class ServeSettings(BaseModel):
         1,
         ge=1,
         le=64,
-        description="GPUs that the model is split over (tensor parallel), or processes on a CPU.",
+        description="GPUs that the model is split over (tensor parallel), or processes on a CPU. "
+        "Default: 1 on a CPU; on GPUs chosen with the placement.",
     )
     nnodes: int = Field(
         1,
@@ -100,10 +101,18 @@ class ServeSettings(BaseModel):
         8, ge=1, le=4096, description="Requests that decode at the same time."
     )
     max_context: TokenCount | None = Field(
-        None, ge=128, le=1 << 24, description="Longest request. Default: the model's own limit."
+        None,
+        ge=128,
+        le=1 << 24,
+        description="Longest request. Default: the model's "
+        "limit; --cache-tokens must hold the request too.",
     )
     chunked_prefill_size: int | None = Field(
-        None, ge=16, le=1 << 20, description="Prompt tokens per forward pass; 2048 on cpu."
+        None,
+        ge=16,
+        le=1 << 20,
+        description="Prompt tokens per forward pass. Default: "
+        "2048 on a CPU, SGLang's own on a GPU.",
     )
     start_timeout_s: float = Field(
         600.0,

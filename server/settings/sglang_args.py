@@ -15,6 +15,7 @@ _DRAFT_MODEL = (
     "drafts of a model (EAGLE, MTP) are not supported, as docs/models.md says; NGRAM is, by "
     "--speculative-algorithm, --speculative-num-draft-tokens and --speculative-ngram-…"
 )
+_PAST_INDEX = "tokens are selected from a key index, and K/V that it brings back are not in there"
 _SAME_FLAG = (
     "--host", "--port", "--device", "--dtype", "--max-running-requests", "--chunked-prefill-size",
     "--kv-cache-dtype", "--nnodes", "--node-rank",
@@ -32,10 +33,10 @@ _REFUSED = {name: f"use {name} of tandemkv" for name in _SAME_FLAG} | {
     "--decode-attention-backend": "tandemkv is the attention backend",
     "--prefill-attention-backend": "tandemkv is the attention backend",
     "--enable-mixed-chunk": "prefill and decode in one step are not supported",
-    "--enable-hierarchical-cache": "the cache rank already keeps the KV",
+    "--enable-hierarchical-cache": _PAST_INDEX,
     "--enable-hisparse": "the resident set is tandemkv's own",
-    "--enable-lmcache": "the cache rank already keeps the KV",
-    "--enable-flexkv": "the cache rank already keeps the KV",
+    "--enable-lmcache": _PAST_INDEX,
+    "--enable-flexkv": _PAST_INDEX,
     "--enable-pdmux": "prefill-decode multiplexing is not supported",
     "--enable-page-major-kv-layout": "tandemkv has its own KV layout",
     "--enable-unified-memory": "tandemkv has its own KV pool",
@@ -45,7 +46,7 @@ _REFUSED = {name: f"use {name} of tandemkv" for name in _SAME_FLAG} | {
     "--enable-layernorm-sp": "a layer's input would be a part of the residual stream",
     "--enable-nvidia-megakernel": "it decodes past the attention backend",
     "--enable-amd-monokernel": "it decodes past the attention backend",
-    "--enable-unified-cache-external-linker": "the cache rank already keeps the KV",
+    "--enable-unified-cache-external-linker": _PAST_INDEX,
     "--prefill-only-disable-kv-cache": "there would be no KV to keep",
     "--encoder-only": "disaggregation is not supported",
     "--language-only": "disaggregation is not supported",
@@ -58,7 +59,7 @@ _REFUSED = {name: f"use {name} of tandemkv" for name in _SAME_FLAG} | {
     "--enable-custom-logit-processor": "requests would carry pickled code",
 }
 _REFUSED_FAMILIES = {
-    "--hicache-": "HiCache is not supported: the cache rank already keeps the KV",
+    "--hicache-": f"HiCache is not supported: {_PAST_INDEX}",
     "--disaggregation-": "prefill-decode disaggregation is not supported",
     "--speculative-": _DRAFT_MODEL,
     "--decoupled-spec-": _DRAFT_MODEL,
@@ -69,6 +70,7 @@ _REFUSED_FAMILIES = {
 _ALLOWED = ("--speculative-algorithm", "--speculative-num-draft-tokens")
 _ALLOWED_FAMILY = "--speculative-ngram-"
 """Of those families; `check_speculation` refuses what they do not go with."""
+_NO_CONTEXT_PARALLEL = "context parallelism is not available in this version; use --tp"
 _ONLY = {
     "--speculative-algorithm": ("NGRAM", _DRAFT_MODEL),
     "--tp-size": ("1", "use --tp of tandemkv"),
@@ -77,6 +79,10 @@ _ONLY = {
     "--pipeline-parallel-size": ("1", "pipeline parallelism is not available in this version"),
     "--dp-size": ("1", "data parallelism is not available in this version"),
     "--data-parallel-size": ("1", "data parallelism is not available in this version"),
+    "--attn-cp-size": ("1", _NO_CONTEXT_PARALLEL),
+    "--attention-context-parallel-size": ("1", _NO_CONTEXT_PARALLEL),
+    "--dcp-size": ("1", _NO_CONTEXT_PARALLEL),
+    "--decode-context-parallel-size": ("1", _NO_CONTEXT_PARALLEL),
     "--tokenizer-worker-num": ("1", "requests are checked in one HTTP process"),
     "--startup-weight-load-mode": (
         "serial",

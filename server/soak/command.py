@@ -63,9 +63,11 @@ class SoakRequest:
 def soak(request: SoakRequest) -> None:
     """Load a server, kill and stop its ranks, and judge what it was left as.
 
-    Mixed requests, some of them bad or given up in mid-stream. Judged are lost and wrong answers,
-    answers that differ from those of the same prompt alone, time to ready again, what leaks, and
-    whether latency grows. Exit code 1 if anything fails.
+    Requests are mixed; some are bad, or given up in mid-stream.
+
+    Judged: lost and wrong answers, time until ready, leaks, growing latency.
+
+    Exit code 1 if anything fails.
     """
     from .faults import parse_actions, points_text
     from .run import SoakSettings

@@ -43,7 +43,10 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "more cache ranks than KV heads": (["--cache-ranks", "4"], "cache_ranks"),
     "speculative decoding": (["--", "--speculative-algorithm", "EAGLE"], "speculative"),
     "host open to others": (["--host", "10.0.0.1"], "allow-remote"),
-    "context longer than the model's": (["--max-context", "100000"], "max_context"),
+    "context longer than the model's": (
+        ["--max-context", "100000", "--cache-tokens", "100000"],
+        "max_position_embeddings",
+    ),
     "unknown flag": (["--budget-token-s", "512"], "--budget-token-s"),
 }
 MODELS: dict[str, tuple[dict[str, Any], str]] = {

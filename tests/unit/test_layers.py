@@ -2,6 +2,7 @@
 """Import rules that import-linter or ruff cannot state: see pyproject.toml for the others."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,3 +104,16 @@ def test_violation_is_found(path: str, source: str) -> None:
 )
 def test_what_is_allowed_passes(path: str, source: str) -> None:
     assert violations(path, source) == []
+
+
+@pytest.mark.parametrize("contract", ["protocol-only", "protocol-alone"])
+def test_of_the_cache_rank_only_the_protocol_is_not_forbidden(contract: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = {item["id"]: item for item in project["tool"]["importlinter"]["contracts"]}[contract]
+    parts = {
+        path.stem
+        for path in (ROOT / "cache_rank").iterdir()
+        if path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))
+    }
+    forbidden = {f"tandemkv.cache_rank.{name}" for name in parts - {"__init__", "protocol"}}
+    assert set(found["forbidden_modules"]) == forbidden

@@ -88,7 +88,12 @@ class SelectionSettings(FrozenModel):
     num_sink_tokens: int = Field(
         default=4, ge=0, le=1024, description="First tokens, always resident."
     )
-    num_recent_tokens: int = Field(default=64, ge=2, le=16384, description="Latest tokens, a ring.")
+    num_recent_tokens: int = Field(
+        default=64,
+        ge=2,
+        le=16384,
+        description="Latest tokens, a ring. Default: 64; on GPUs, with an int4 index, 128.",
+    )
     sample_tokens: int | None = Field(
         default=None,
         ge=0,

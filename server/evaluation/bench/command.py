@@ -26,7 +26,6 @@ from .report import Failure, OutOption, Report, Row, make_report, write_report
 from .serving import ServeLoad, bench_serving_argv, serving_rows
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write reports as JSON.")
-DEFAULT_FOLDER = Path("docs/benchmarks")
 _POINT = re.compile(r"(\d{1,6})x(\d{1,9}[km]?)", re.IGNORECASE)
 
 
@@ -150,9 +149,9 @@ def serve(load: ServeLoad) -> None:
 @bench_app.command()
 def plot(
     files: Annotated[list[Path], typer.Argument(help="Reports of `bench decode`.")],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="STEM", help="Path without suffix.")
-    ] = DEFAULT_FOLDER / "tpot",
+    out: Annotated[Path, typer.Option("--out", metavar="STEM", help="Path without suffix.")] = Path(
+        "tpot"
+    ),
     config: Annotated[
         list[str] | None,
         typer.Option("--config", help="Configuration to draw; may be repeated. Default: all."),
@@ -220,7 +219,7 @@ def _write(
 ) -> tuple[Report, Path]:
     command = provenance.own_command()
     report = make_report(name, rows, command=command, failures=failures, gpu=gpu)
-    path = out or DEFAULT_FOLDER / f"{name}.json"
+    path = out or Path(f"{name}.json")
     write_report(report, path)
     return report, path
 

@@ -22,7 +22,8 @@ from tandemkv.server.evaluation.provenance import BenchError, Gpu, installed_ver
 SCHEMA = 1
 
 OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Default docs/benchmarks/<name>.json.")
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Default ./NAME.json, of the subcommand."),
 ]
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_.+-]+$", max_length=160)]

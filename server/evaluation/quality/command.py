@@ -61,7 +61,8 @@ def quality(request: Request) -> None:
     with console.status("preparing ...") as shown:
         campaign = prepare(request, lambda text: shown.update(f"preparing ... [dim]{text}[/]"))
     write_campaign(request.folder, describe(campaign))
-    told = dense_note(campaign.choice, campaign.prompts.longest) if request.as_served else None
+    longest = campaign.prompts.longest
+    told = dense_note(campaign.choice, longest, request.concurrency) if request.as_served else None
     if told is not None:
         console.print(f"note: {told}", markup=False, soft_wrap=True)
     if request.samples_only:

@@ -89,7 +89,12 @@ class Request:
     )
     settings: Annotated[
         list[str] | None,
-        option("A setting of serve, e.g. selection.exact_layers=0.", "--set", metavar="KEY=VALUE"),
+        option(
+            "An option of a policy, or any setting of serve by its dotted name, e.g. "
+            "selection.exact_layers=0. May be repeated.",
+            "--set",
+            metavar="NAME=VALUE",
+        ),
     ] = None
     config: Annotated[Path | None, option("YAML settings of serve.", metavar="FILE")] = None
     dense_args: Annotated[

@@ -141,13 +141,27 @@ def check_prompts_fit(settings: ServeSettings, longest: int) -> None:
         )
 
 
-def dense_note(resolved: Mapping[str, Any], longest: int) -> str | None:
-    """Return what to say where `serve` would attend to everything for every prompt here."""
-    dense = resolved.get("dense_tokens")
-    if not isinstance(dense, int) or longest > dense:
+def dense_note(resolved: Mapping[str, Any], longest: int, concurrency: int) -> str | None:
+    """Return what to say where `serve` would attend to everything for prompts of this campaign.
+
+    It does so for a request by its own length, and for a step by the tokens of all its requests, of
+    which there are up to `concurrency`.
+    """
+    remedy = "add --set selection.dense_tokens=0 to measure the selection"
+    dense, together = resolved.get("dense_tokens"), resolved.get("dense_batch_tokens")
+    if isinstance(dense, int) and longest <= dense:
+        return (
+            f"as served, requests of up to {dense} tokens attend to everything, and no prompt here "
+            f"is longer: this measures dense against dense; {remedy}"
+        )
+    if not isinstance(together, int) or longest > together:
         return None
+    count = together // longest
+    if count >= concurrency:
+        measured = f"no step of {concurrency} prompts has more: this measures dense against dense"
+    else:
+        measured = f"steps of up to {count} of these prompts have no more: they are measured dense"
     return (
-        f"as served, requests of up to {dense} tokens attend to everything, and no prompt here is "
-        "longer: this measures dense against dense; add --set selection.dense_tokens=0 to measure "
-        "the selection"
+        f"as served, steps of up to {together} tokens in all attend to everything, and {measured}; "
+        f"{remedy}"
     )

@@ -94,6 +94,7 @@ def test_sglang_is_told_that_models_read_text_alone(
         {"tp_size": 2},
         {"dp_size": 2},
         {"attn_cp_size": 2},
+        {"dcp_size": 2},
         {"kv_cache_dtype": "fp8_e4m3"},
     ],
 )

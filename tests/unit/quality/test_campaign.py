@@ -151,12 +151,30 @@ def test_as_served_takes_what_serve_would_take(
 
 def test_dense_against_dense_is_told() -> None:
     """`serve` on a GPU may attend to everything for prompts as short as these."""
-    told = dense_note({"dense_tokens": 34000}, 32768)
+    told = dense_note({"dense_tokens": 34000}, 32768, 4)
     assert told is not None
     assert "up to 34000 tokens" in told
     assert "--set selection.dense_tokens=0" in told
-    assert dense_note({"dense_tokens": 34000}, 34001) is None
-    assert dense_note({"dense_tokens": None}, 100) is None
+    assert dense_note({"dense_tokens": 34000}, 34001, 4) is None
+    assert dense_note({"dense_tokens": None}, 100, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("together", "concurrency", "told"),
+    [
+        (35840, 1, "no step of 1 prompts has more: this measures dense against dense"),
+        (35840, 4, "steps of up to 1 of these prompts have no more: they are measured dense"),
+        (70000, 4, "steps of up to 2 of these prompts"),
+        (131072, 4, "this measures dense against dense"),
+        (32000, 4, None),
+    ],
+)
+def test_steps_of_few_long_prompts_are_dense_as_well(
+    together: int, concurrency: int, told: str | None
+) -> None:
+    choice = {"dense_tokens": 8448, "dense_batch_tokens": together}
+    found = dense_note(choice, 32768, concurrency)
+    assert (found is None) if told is None else (told in str(found))
 
 
 def test_what_a_gpu_decides_stays_open_in_the_file_that_a_server_is_started_with() -> None:

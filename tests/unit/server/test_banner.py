@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandemkv.cache_rank.protocol.settings.placement import Placement
+from tandemkv.cache_rank.protocol.settings.placement import Link, Placement
 from tandemkv.server.launch.serve import banner
 from tandemkv.server.settings.launch_settings import ServeSettings
 
@@ -33,3 +33,10 @@ def test_the_banner_says_what_a_head_attends_to(
     text = banner(settings, "http://127.0.0.1:30000", Path("/run/here"))
     assert told in text
     assert "http://127.0.0.1:30000/v1/chat/completions" in text
+
+
+@pytest.mark.parametrize(("link", "stopped"), [("shared", "both ranks"), ("local", "the server")])
+def test_the_banner_says_what_ctrl_c_ends(link: Link, stopped: str) -> None:
+    settings = ServeSettings(model="smollm2", placement=Placement(link=link))
+    text = banner(settings, "http://127.0.0.1:30000", Path("/run/here"))
+    assert text.endswith(f"Ctrl-C stops {stopped}.")

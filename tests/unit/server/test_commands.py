@@ -111,6 +111,29 @@ def test_help_has_what_a_user_needs_and_help_all_the_rest(
     assert "For tuning" in long
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve", "plan", "doctor", "status", "quality", "soak", "inspect", "calibrate", "policies",
+        "cache-rank", "inference-rank", "memory", "link-keys", "bench decode", "bench serve",
+    ],
+)  # fmt: skip
+def test_types_are_shown_in_one_style(runner: CliRunner, command: str) -> None:
+    output = runner.invoke(app, [*command.split(), "--help"]).output
+    rows = [line for line in output.splitlines() if re.match(r"│[ *]+(--)?[a-z]", line)]
+    assert any("--help" in line for line in rows)
+    assert [line for line in rows if re.search(r" <[a-z\[\]| -]+> ", line)] == []
+
+
+def test_a_sentence_of_a_help_is_not_broken(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = runner.invoke(app, ["soak", "--help"]).output.splitlines()
+    told = [line.strip() for line in lines[: next(i for i, x in enumerate(lines) if "╭" in x)]]
+    assert all(line.endswith(".") for line in told if line and not line.startswith("Usage"))
+
+
 def test_the_whole_help_of_serve_has_every_flag(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

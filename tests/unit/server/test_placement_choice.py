@@ -72,7 +72,7 @@ def test_predictions_are_those_of_the_machines_profile(
     assert own.selection.dense_batch_tokens < of_h200.selection.dense_batch_tokens  # type: ignore[operator]
     assert f"constants of {profile.origin}" in said[0]
     assert said[1].endswith(f"by constants of {profile.origin}")
-    assert len(said) == 2
+    assert [line.split()[:2] for line in said[2:]] == [["planned", "for"]]
     path.write_text("{}")
     again, said = resolve(tmp_path)
     assert again.selection.dense_tokens == of_h200.selection.dense_tokens
@@ -84,6 +84,30 @@ def test_two_gpus_split_the_heads(tmp_path: Path, gpus: Any) -> None:
     settings, said = resolve(tmp_path)
     assert (settings.cache_ranks, settings.tensor_parallel) == (0, 2)
     assert "1+1" in said[0]
+
+
+def test_one_gpu_for_the_model_is_kept_where_it_was_asked_for(tmp_path: Path, gpus: Any) -> None:
+    for count in (2, 8):
+        gpus(count)
+        settings, said = resolve(tmp_path, tensor_parallel=1)
+        assert settings.tensor_parallel == 1, said
+        assert (settings.cache_ranks, "in-process-tp2" in said[0]) in ((0, False), (1, False))
+        assert "1+1" in said[0]
+    gpus(2, peers=False)
+    settings, said = resolve(tmp_path, tensor_parallel=1)
+    assert (settings.cache_ranks, settings.tensor_parallel) == (0, 1), said
+
+
+def test_the_load_that_was_planned_for_is_told(tmp_path: Path, gpus: Any) -> None:
+    gpus(1)
+    _, said = resolve(tmp_path)
+    assert said[-1].startswith("planned for 8 requests of 65536 tokens (--cache-tokens 524288 /")
+    assert not any(line.startswith("warning:") for line in said)
+    _, said = resolve(tmp_path, cache={"capacity_tokens": 65536})
+    assert said[-2].startswith("planned for 8 requests of 8192 tokens")
+    assert said[-1].startswith("warning: tandemkv gains nothing at that load")
+    _, said = resolve(tmp_path, "cpu", selection={"budget_tokens": 2048})
+    assert not any("planned for" in line for line in said)
 
 
 def test_a_model_with_windows_stays_on_one_gpu(tmp_path: Path, gpus: Any) -> None:

@@ -204,12 +204,20 @@ def test_addresses() -> None:
         ["--enable-custom-logit-processor"],
         ["--enable-multimodal"],
         ["--enable-kv-cache-sharding"], ["--enable-nvidia-mega"], ["--enable-layernorm-sp"],
-        ["--startup-weight-load-mode", "overlap"],
+        ["--startup-weight-load-mode", "overlap"], ["--dcp-size", "2"], ["--attn-cp-size=2"],
+        ["--decode-context-parallel-size", "2"], ["--attention-context-parallel-size", "2"],
     ],
 )  # fmt: skip
 def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
     with pytest.raises(SettingsError, match=f"SGLang argument {args[0].partition('=')[0]} "):
         check_sglang_args(["--log-level", "debug", *args], device="cpu")
+
+
+def test_what_brings_kv_back_is_refused_with_a_reason_of_every_placement() -> None:
+    for name in ("--hicache-size", "--enable-hierarchical-cache", "--enable-lmcache"):
+        with pytest.raises(SettingsError, match="selected from a key index"):
+            check_sglang_args([name, "3"], device="cuda")
+    check_sglang_args(["--dcp-size", "1"], device="cuda")
 
 
 NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")

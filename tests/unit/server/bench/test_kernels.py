@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from tandemkv.server.cli.commands import app
+from tandemkv.server.evaluation import provenance
 from tandemkv.server.evaluation.bench import kernels
 from tandemkv.server.evaluation.bench.report import BenchError, Row, Spread
+from tandemkv.server.evaluation.provenance import Gpu
+from tandemkv.server.plan import constants
 from tandemkv.server.plan.device_timings import DeviceTimings, Sizes
 from tandemkv.server.plan.measure import Timed
 
@@ -49,6 +54,19 @@ def test_without_a_gpu_nothing_is_timed() -> None:
     result = CliRunner().invoke(app, ["bench", "kernels"])
     assert result.exit_code == 2
     assert "no GPU is visible" in result.output
+
+
+def test_a_report_is_written_where_the_command_was_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)  # as in a checkout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(provenance, "visible_gpu", lambda: Gpu("a GPU", 1, 1 << 30, "1.0"))
+    monkeypatch.setattr(constants, "timings_here", lambda: None)
+    monkeypatch.setattr(kernels, "kernel_rows", lambda *_: ([Row("x", 1.0, "us")], []))
+    result = CliRunner().invoke(app, ["bench", "kernels"])
+    assert (result.exit_code, result.stdout) == (0, "kernels.json\n"), result.output
+    assert [path.name for path in tmp_path.rglob("*.json")] == ["kernels.json"]
 
 
 def test_rows_of_samples() -> None:

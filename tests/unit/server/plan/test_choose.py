@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +73,40 @@ def test_takes_what_the_version_offers() -> None:
     none = choose_placement(QWEN, LOAD, num_gpus=1, gpu_bytes=H200_BYTES, available={"1+1"})
     assert none.chosen is None
     assert "none of the placements" in none.reason
+
+
+def test_recommends_what_serve_takes_and_says_what_never_ran() -> None:
+    choice = choose_placement(QWEN, LOAD, num_gpus=8, gpu_bytes=H200_BYTES)
+    assert choice.chosen is not None
+    assert choice.chosen.placement.is_chosen
+    assert choice.chosen.placement.name == "in-process-tp8"
+    assert "in-process-tp8 was never run on GPUs" in choice.reason
+    faster = [
+        plan.placement.name
+        for plan in choice.plans[1:]
+        if plan.step.tpot_ms < choice.chosen.step.tpot_ms
+    ]
+    assert not faster or f"serve takes {', '.join(faster)} only if its flags" in choice.reason
+    # Of 1 + 7 GPUs the last ones hold what no other placement does.
+    full = replace(LOAD, concurrency=48, context_tokens=131072)
+    choice = choose_placement(QWEN, full, num_gpus=8, gpu_bytes=H200_BYTES)
+    assert (
+        choice.chosen is None
+        or choice.chosen.placement.is_chosen
+        or (f"serve takes {choice.chosen.placement.name} only if its flags" in choice.reason)
+    )
+
+
+def test_serve_and_plan_choose_among_the_same_placements() -> None:
+    unasked = {
+        item.name
+        for gpus in range(1, 17)
+        for item in possible_placements(QWEN, gpus)[1:]
+        if item.is_chosen
+    }
+    assert unasked == {"1+1", *(f"in-process-tp{size}" for size in (1, 2, 4, 8))}
+    alone = possible_placements(QWEN, 8, 1)
+    assert [item.name for item in alone] == ["dense-tp1", "in-process-tp1", "1+1", "1+7"]
 
 
 def test_says_when_stock_is_no_slower() -> None:
@@ -144,12 +180,18 @@ def test_command_prints_tables(runner: CliRunner) -> None:
     assert result.exit_code == 0
     for part in ("1 inference + 1 cache GPU", "key index", "TPOT", "recommended", "132.0 usable"):
         assert part in result.output
+    assert "never run on GPUs" not in result.output
+    found = break_even_tokens(QWEN, replace(LOAD, num_recent_tokens=128), 2)
+    assert f"break-even: requests of up to {found} tokens" in result.output
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--gpus", "4"])
+    assert "2 inference + 2 cache GPUs (never run on GPUs)" in result.output
 
 
 def test_the_command_has_the_context_and_its_limit_is_told(runner: CliRunner) -> None:
     result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "64k"])
     assert "--max-context 65536" in result.output
     assert "65536 tokens are more than the 40960 of max_position_embeddings" in result.output
+    assert '"max_position_embeddings": 65536, "rope_scaling": {"rope_type": "yarn"' in result.output
     result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "32k"])
     assert "--max-context 32768" in result.output
     assert "max_position_embeddings" not in result.output
@@ -197,6 +239,10 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
         context_tokens=65536, concurrency=8, num_resident=516, num_recent_tokens=128,
         fetch_cap_tokens=128, exact_layers=(), index_dtype="int4",
     )  # fmt: skip
+    assert [item["has_run_on_gpus"] for item in printed["placements"]] == [True] * 3
+    assert [item["chosen_by_serve"] for item in printed["placements"]] == [False, True, True]
+    assert sorted(printed["break_even"]) == ["batch_tokens", "tokens"]
+    assert 512 < printed["break_even"]["tokens"] < 65536
     placement = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=1)
     memory = memory_of(placement, QWEN, load)
     assert memory.cache is not None
@@ -250,6 +296,7 @@ def test_plan_takes_the_index_that_serve_would(
         (["--model", "qwen3-8b", "--policy", "magic"], 2, "known: async_spade"),
         (["--model", "qwen3-8b", "--policy", "lfps"], 2, "policy=lfps attends on the host's CPU"),
         (["--model", "qwen3-8b", "--policy", "sync_kv"], 0, "sync_kv are not captured"),
+        (["--model", "qwen3-8b", "--set", "selection.pool_before=1"], 0, "without --pool-before"),
         (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
         (["--model", "qwen3-8b", "--context", "64q"], 2, "'64q' is no number of tokens"),
@@ -329,6 +376,15 @@ def test_says_how_to_start_what_it_recommends(
 ) -> None:
     result = runner.invoke(app, ["plan", "--model", "Qwen3-8B", *more])
     assert f"start it with\n  {command}\n" in result.output, result.output
+
+
+def test_the_quick_start_has_the_command_that_plan_prints(runner: CliRunner) -> None:
+    page = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
+    (given,) = re.findall(r"^tandemkv (plan --model /path/to/model [^#\n]*)", page, re.MULTILINE)
+    arguments = given.replace("/path/to/model", "qwen3-8b").split()
+    result = runner.invoke(app, [*arguments, "--gpu-memory", "139"])
+    command = result.output.partition("start it with\n  ")[2].splitlines()[0]
+    assert f"\n{command}\n" in page
 
 
 def test_every_placement_can_be_started() -> None:
