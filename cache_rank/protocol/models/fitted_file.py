@@ -6,14 +6,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .model_spec import ModelSpec
+
+if TYPE_CHECKING:  # plans and checks before a start need no torch
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,8 @@ def write_fitted_file(
 
     Raises `SettingsError` if a file cannot be written there.
     """
+    from safetensors.torch import save_file
+
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         save_file(whole, path, metadata={**about, **_about(model, kind)})

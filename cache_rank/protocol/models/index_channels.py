@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .fitted_file import FittedFile, write_fitted_file
 from .model_spec import ModelSpec
+
+if TYPE_CHECKING:  # plans and checks before a start need no torch
+    import torch
 
 FORMAT = "tandemkv-index-channels"
 STEP = 32
