@@ -4,6 +4,7 @@
 import ast
 import importlib.metadata
 import importlib.util
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,16 @@ def folders_with_python() -> list[str]:
 
 def test_package_list_is_the_folders() -> None:
     assert sorted(SETUPTOOLS["packages"]) == folders_with_python()
+
+
+def test_the_map_of_folders_is_complete() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## Where the code is\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"^\| `([a-z_/]+)` \|", section, re.MULTILINE))
+    folders = {"/".join(package.split(".")[1:3]) for package in SETUPTOOLS["packages"]}
+    missing = {x for x in folders if "/" in x} - named - {"kernels/triton_ops", "kernels/numba_ops"}
+    assert missing == set()
+    assert all((ROOT / name).is_dir() for name in named)
 
 
 def test_package_dir_maps_each_top_folder() -> None:
