@@ -63,10 +63,11 @@ class KeyIndex:
         channels = self._channels.get(layer)
         if channels is None:
             return query
-        if heads:
-            channels = channels[list(heads)]
-        of_each = channels.repeat_interleave(query.shape[1] // len(channels), 0)
-        return query.gather(2, of_each.expand(len(query), -1, -1))
+        if heads and len(heads) < len(channels):
+            channels = torch.stack([channels[head] for head in heads])  # no list for the GPU
+        grouped = query.unflatten(1, (len(channels), -1))
+        kept = channels[:, None].expand(len(query), -1, grouped.shape[2], -1)
+        return grouped.gather(3, kept).flatten(1, 2)
 
     def _num_channels(self, layer: int) -> int:
         channels = self._channels.get(layer)

@@ -69,6 +69,18 @@ def test_what_is_chosen(path: str, policy: str, index_dtype: str) -> None:
     assert few.rank._index.nbytes < 0.6 * full.rank._index.nbytes
 
 
+def test_queries_of_some_heads(path: str) -> None:
+    index, query = (
+        World(index_channels=path, index_dtype="int8").rank._index,
+        torch.randn(3, 4, DIM),
+    )
+    of_all = index.query_of(2, query)
+    for head, kept in enumerate(some_channels()[2]):
+        own = query[:, 2 * head : 2 * head + 2]
+        assert torch.equal(index.query_of(2, own, [head]), own[..., kept])
+        assert torch.equal(of_all[:, 2 * head : 2 * head + 2], own[..., kept])
+
+
 def test_prompts_are_scored_with_all_channels(path: str) -> None:
     few, full = World(index_channels=path, index_dtype="int8"), World(index_dtype="native")
     for world in (few, full):
