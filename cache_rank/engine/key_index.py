@@ -65,7 +65,7 @@ class KeyIndex:
             return query
         if heads and len(heads) < len(channels):
             channels = torch.stack([channels[head] for head in heads])  # no list for the GPU
-        grouped = query.unflatten(1, (len(channels), -1))
+        grouped = query.view(len(query), len(channels), -1, query.shape[2])
         kept = channels[:, None].expand(len(query), -1, grouped.shape[2], -1)
         return grouped.gather(3, kept).flatten(1, 2)
 
