@@ -148,6 +148,8 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "-async-spade": {"selection.policy": "async_spade"},
     "-samples": {"selection.sample_tokens": 128},
     "-served": _AS_SERVED,
+    # An index of 64 channels, half of those of the models that are measured.
+    "-served-channels64": {**_AS_SERVED, "selection.index_channels": 64},
     "-served-fp8kv": {**_AS_SERVED, **_FP8_KV},
     "-late0": {"selection.late_layers": 0},
     # Dummy weights give queries that hardly move; here every step fetches all it may.

@@ -7,11 +7,16 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.models.index_channels import (
+    indexed_layers,
+    write_index_channels,
+)
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank.sglang.versions import RUN_ON_GPU
 from tandemkv.server.evaluation.provenance import version_of
@@ -26,6 +31,7 @@ from .dummy_model import write_model_config
 from .report import Failure, Row
 
 _TICK_S, _TAIL_LINES = 0.1, 200
+_CHANNELS = "selection.index_channels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,11 @@ def run_decode(
             f"there is {', '.join(own) or 'none'}"
         )
     model_dir = run.model_dir or _shape_alone(run)
+    listed = {
+        name: with_channels(item, model_dir, run.work_dir)
+        for name, item in run.configurations.items()
+    }
+    run = replace(run, configurations=listed)
     for configuration in run.configurations.values():
         configuration.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20, batch=1)
     measured: dict[tuple[str, Point], Measured] = {}
@@ -159,6 +170,23 @@ def _shape_alone(run: DecodeRun) -> Path:
     model_dir = run.work_dir / "model"
     write_model_config(run.shape, model_dir, max_context=longest)
     return model_dir
+
+
+def with_channels(item: Configuration, model_dir: Path, folder: Path) -> Configuration:
+    """Return a configuration with a file of channels where it says how many an index has.
+
+    They are the first ones: which ones they are makes no difference to the time.
+    """
+    count = item.settings.get(_CHANNELS)
+    if not isinstance(count, int):
+        return item
+    import torch
+
+    spec = read_model_spec(model_dir, dtype="bfloat16")
+    path, first = folder / f"channels-{count}.safetensors", torch.arange(count)
+    layers = dict.fromkeys(indexed_layers(spec), first.expand(spec.num_kv_heads, -1))
+    write_index_channels(path, spec, layers, {})
+    return item.model_copy(update={"settings": {**item.settings, _CHANNELS: str(path)}})
 
 
 def _run_child(

@@ -18,6 +18,11 @@ import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.models.index_channels import (
+    check_index_channels,
+    num_index_channels,
+)
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
     SETTINGS_VARIABLE,
     RankSettings,
@@ -29,8 +34,14 @@ from tandemkv.server.evaluation.bench.configurations import (
     load_configurations,
     pick,
 )
-from tandemkv.server.evaluation.bench.decode import DecodeRun, check_sglang, run_decode
+from tandemkv.server.evaluation.bench.decode import (
+    DecodeRun,
+    check_sglang,
+    run_decode,
+    with_channels,
+)
 from tandemkv.server.evaluation.bench.decode_steps import Measured, Point, decode_steps_argv
+from tandemkv.server.evaluation.bench.dummy_model import write_model_config
 from tandemkv.server.evaluation.bench.report import Spread
 from tandemkv.server.launch.sglang_command import sglang_argv
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
@@ -354,3 +365,15 @@ def test_other_versions_of_sglang_are_refused_before_anything_runs() -> None:
     for version in ("0.5.23", None):
         with pytest.raises(SettingsError, match=r"bench decode.*install sglang==0\.5\.17"):
             check_sglang(version)
+
+
+def test_a_number_of_channels_is_a_file_of_so_many(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    write_model_config(BUILT_IN_SHAPES["qwen3-8b"], model_dir, max_context=4096)
+    item = with_channels(BUILT_IN["1+1-shared-served-channels64"], model_dir, tmp_path)
+    settings = item.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20, batch=1)
+    spec = read_model_spec(model_dir, dtype="bfloat16")
+    check_index_channels(settings.selection, spec)
+    assert num_index_channels(settings.selection) == 64
+    plain = BUILT_IN["1+1-shared-served"]
+    assert with_channels(plain, model_dir, tmp_path) is plain
