@@ -107,9 +107,9 @@ def run_cache_rank(
             settings=settings,
             max_rows=max_rows,
             homes=homes,
-            rank=rank,
+            rank=rank * placement.engines_per_rank + number,
         )
-        for directory in directories
+        for number, directory in enumerate(directories)
     ]
     stop = threading.Event()
     with _stopping_on_signals(

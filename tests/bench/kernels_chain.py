@@ -66,9 +66,8 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
         )  # fmt: skip
 
     keys, scales = pools[0]
-    want = plain(score_topk)(q[:1], keys, table, lo[:1], hi[:1], args.k, k_scale=scales, **options)[
-        1
-    ]
+    first = q[:1], keys, table[:1], lo[:1], hi[:1]
+    want = plain(score_topk)(*first, args.k, k_scale=scales, **options)[1]
     got = select(0)[1][:1]
     error = float((got.sort(-1).values - want.sort(-1).values).abs().max() / want.max())
     coded = 1 / 16 if args.index == "int4" else 0  # a code of a byte is apart from its share

@@ -119,7 +119,7 @@ def measure(index: str, length: int, num_reqs: int, args: argparse.Namespace) ->
         name = f"score {index} {num_reqs}x{length} {pooling}"
         times = replay_times(run, args.replays, num_layers)
         want = plain(score_keys)(
-            q[:1], pools[-1][0], table, lo[:1], hi[:1], k_scale=pools[-1][1], **options
+            q[:1], pools[-1][0], table[:1], lo[:1], hi[:1], k_scale=pools[-1][1], **options
         )
         got, want = out[0, :, 4 : length - 64], want[0, :, 4 : length - 64]
         error = float((got - want).abs().max() / want.abs().max())

@@ -343,6 +343,7 @@ def _launches() -> dict[str, Launch]:
         "choice, int4, group of 1": partial(choice, kind="int4", k=K, group=1),
         "choice, int4, heads of 96": partial(choice, kind="int4", k=K, dim=96, group=3),
         "choice, int4, heads of 64": partial(choice, kind="int4", k=K, dim=64, dtype=FP16),
+        "choice, int4, 32 channels": partial(choice, kind="int4", k=K, dim=32),
         "choice, int4, 256K": partial(choice, kind="int4", page=128, **far),
         "choice, long lists": partial(choice, kind="int4", k=8192),
         "choice, neighbours pooled": partial(

@@ -85,9 +85,10 @@ class FittedFile:
 
     def rows(self, name: str, rows: range) -> torch.Tensor:
         """Return consecutive rows of a tensor. Raises `SettingsError` if it has fewer."""
-        if rows.stop > self.shapes[name][0]:
+        (count, *_) = self.shapes.get(name, (0,))
+        if rows.stop > count:
             raise SettingsError(
-                f"{self._name}: {name} has {self.shapes[name][0]} rows, and those up to "
+                f"{self._name}: {name} has {count} rows, and those up to "
                 f"{rows.stop} are asked for; make one for this model with {self._how}"
             )
         with safe_open(self._path, framework="pt") as file:

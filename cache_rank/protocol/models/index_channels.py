@@ -36,17 +36,18 @@ def indexed_layers(model: ModelSpec) -> list[int]:
 def read_index_channels(
     selection: SelectionSettings, layers: Iterable[int], heads: range
 ) -> dict[int, torch.Tensor]:
-    """Return ``[len(heads), R]`` int64 for each of `layers` that the file has; none without a file.
+    """Return ``[len(heads), R]`` int64 for each of `layers`; none without a file.
 
-    `heads` are KV heads of the whole model. Raises `SettingsError` if the file cannot be read.
+    `heads` are KV heads of the whole model. A layer that the file lacks has those of another: only
+    an engine that is measured has one, and takes as long with any. Raises `SettingsError` if the
+    file cannot be read.
     """
     if selection.index_channels is None:
         return {}
     file = _open(selection.index_channels)
-    names = {x: f"layers.{x}" for x in layers}
-    return {
-        layer: file.rows(name, heads).long() for layer, name in names.items() if name in file.shapes
-    }
+    any_layer = next(iter(file.shapes), "")
+    names = {x: name if (name := f"layers.{x}") in file.shapes else any_layer for x in layers}
+    return {layer: file.rows(name, heads).long() for layer, name in names.items()}
 
 
 def check_index_channels(selection: SelectionSettings, model: ModelSpec) -> None:

@@ -137,6 +137,10 @@ def test_a_file_of_something_else_is_refused(path: str, tmp_path: Path) -> None:
     write_index_channels(tmp_path / "less", MODEL, layers, {})
     with pytest.raises(SettingsError, match=r"layers\.4 is None, not \(2, 6\)"):
         check_index_channels(SelectionSettings(index_channels=str(tmp_path / "less")), MODEL)
+    (of_another,) = read_index_channels(
+        SelectionSettings(index_channels=str(tmp_path / "less")), [4], range(HEADS)
+    ).values()
+    assert of_another.shape == (HEADS, KEPT)  # for an engine that is measured
     assert indexed_layers(MODEL) == list(range(LAYERS))
 
 

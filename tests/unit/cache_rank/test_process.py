@@ -69,11 +69,12 @@ def test_it_serves_several_inference_ranks_and_all_end_together(arguments, monke
     """By a signal, or because the engine of one has failed: the process is started again then."""
     first = RunDir.open(arguments["run_dirs"][0])
     run_dirs = [first, first.of_rank(1, create=True)]
-    run_some, threads = SharedEngineService.run_some, set()
+    run_some, threads, heads = SharedEngineService.run_some, set(), {}
     replies = []
 
     def run_or_fail(service):
         threads.add(threading.get_ident())
+        heads[service._run_dir.path] = service._shard.heads(service._model.num_kv_heads)
         if replies and failing is not None and service._run_dir.path == run_dirs[failing].path:
             raise OSError("no more descriptors")
         run_some(service)
@@ -95,6 +96,7 @@ def test_it_serves_several_inference_ranks_and_all_end_together(arguments, monke
     assert [reply.ready for reply in replies] == [True, True]
     assert {reply.info["cache_ranks"] for reply in replies} == {"1"}
     assert len(threads) == 2
+    assert [heads[each.path] for each in run_dirs] == [range(1), range(1, 2)]
     assert not any(each.control_socket.exists() for each in run_dirs)
 
 
