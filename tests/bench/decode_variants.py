@@ -108,8 +108,8 @@ def _has(at: Any, part: str) -> bool:
 
 
 def run_rank(
-    server_args: Any, port_args: Any, points: list[tuple[int, int]], steps: int, out: Path,
-    trace: Path | None, extra_streams: int, tp_rank: int,
+    args: argparse.Namespace, points: list[tuple[int, int]], server_args: Any, port_args: Any,
+    tp_rank: int,
 ) -> None:  # fmt: skip
     """Load once; measure every point of every variant, in turns."""
     from sglang.benchmark import one_batch
@@ -117,8 +117,8 @@ def run_rank(
 
     from tandemkv.inference_rank import decode_bench
 
-    if extra_streams:
-        raise SystemExit(f"extra_streams={extra_streams}: not varied here; leave it out")
+    if args.extra_streams:
+        raise SystemExit(f"extra_streams={args.extra_streams}: not varied here; leave it out")
     load_plugins()
     decode_bench.fill_norms()
     bench, _ = one_batch.load_model(server_args, port_args, tp_rank, tp_rank)
@@ -134,9 +134,9 @@ def run_rank(
         for variant in variants:
             before = [(path, assign(path, value, roots)) for path, value in variant]
             runner.init_decode_cuda_graph()
-            found = [decode_bench.measure(runner, *point, steps) for point in points]
-            if trace is not None:
-                folder = trace / "_".join(f"{path[-1]}={value}" for path, value in variant)
+            found = [decode_bench.measure(runner, *point, args.steps) for point in points]
+            if args.trace is not None:
+                folder = args.trace / "_".join(f"{path[-1]}={value}" for path, value in variant)
                 for point in points:
                     decode_bench.write_trace(runner, *point, folder, tp_rank)
             for path, value in reversed(before):
@@ -147,7 +147,7 @@ def run_rank(
                         row = {"variant": {".".join(p): v for p, v in variant}, **point}
                         file.write(json.dumps(row) + "\n")
     if tp_rank == 0:
-        out.write_text(json.dumps(found, indent=1))
+        args.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

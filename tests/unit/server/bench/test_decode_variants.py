@@ -2,11 +2,13 @@
 """What `tests/bench/decode_variants.py` sets, and how it says that it cannot."""
 
 import importlib
+import inspect
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tandemkv.inference_rank import decode_bench
 from tandemkv.kernels.triton_ops import query
 
 _BENCH = Path(__file__).parents[3] / "bench"
@@ -16,6 +18,11 @@ _BENCH = Path(__file__).parents[3] / "bench"
 def variants(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(_BENCH)
     return importlib.import_module("decode_variants")
+
+
+def test_takes_the_place_of_what_the_driver_runs(variants: ModuleType) -> None:
+    ours, drivers = (inspect.signature(x.run_rank) for x in (variants, decode_bench))
+    assert list(ours.parameters) == list(drivers.parameters)
 
 
 def test_sets_and_gives_back_items_of_modules_and_of_the_rank(
