@@ -45,12 +45,16 @@ class Configuration(BaseModel):
     flags: tuple[str, ...] = ()
     settings: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
+    index_channels: int | None = Field(default=None, ge=1)
+    """Channels of each key that an index has, in a file that is made for dummy weights."""
     is_reference: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.is_reference and self.settings:
             raise ValueError("a reference is stock SGLang: it takes no settings of tandemkv")
+        if self.index_channels and not self.settings:
+            raise ValueError("index_channels: stock SGLang has no index; add settings")
         return self
 
     @property
@@ -108,7 +112,7 @@ class Configuration(BaseModel):
         return {**env, **self.env}
 
 
-def _own(tp_size: int, **more: Any) -> Configuration:
+def _own(tp_size: int, *, index_channels: int | None = None, **more: Any) -> Configuration:
     settings = {
         "cache_ranks": 0,
         "device": "cuda",
@@ -125,7 +129,7 @@ def _own(tp_size: int, **more: Any) -> Configuration:
         "selection.dense_tokens": 0,
         **more,
     }
-    return Configuration(tp_size=tp_size, settings=settings)
+    return Configuration(tp_size=tp_size, settings=settings, index_channels=index_channels)
 
 
 _OF_GRID = (
@@ -149,7 +153,7 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "-samples": {"selection.sample_tokens": 128},
     "-served": _AS_SERVED,
     # An index of 64 channels, half of those of the models that are measured.
-    "-served-channels64": {**_AS_SERVED, "selection.index_channels": 64},
+    "-served-channels64": {**_AS_SERVED, "index_channels": 64},
     "-served-fp8kv": {**_AS_SERVED, **_FP8_KV},
     "-late0": {"selection.late_layers": 0},
     # Dummy weights give queries that hardly move; here every step fetches all it may.

@@ -31,7 +31,6 @@ from .dummy_model import write_model_config
 from .report import Failure, Row
 
 _TICK_S, _TAIL_LINES = 0.1, 200
-_CHANNELS = "selection.index_channels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,12 +172,12 @@ def _shape_alone(run: DecodeRun) -> Path:
 
 
 def with_channels(item: Configuration, model_dir: Path, folder: Path) -> Configuration:
-    """Return a configuration with a file of channels where it says how many an index has.
+    """Return a configuration with a file of as many channels as it says an index has.
 
     They are the first ones: which ones they are makes no difference to the time.
     """
-    count = item.settings.get(_CHANNELS)
-    if not isinstance(count, int):
+    count = item.index_channels
+    if count is None:
         return item
     import torch
 
@@ -186,7 +185,8 @@ def with_channels(item: Configuration, model_dir: Path, folder: Path) -> Configu
     path, first = folder / f"channels-{count}.safetensors", torch.arange(count)
     layers = dict.fromkeys(indexed_layers(spec), first.expand(spec.num_kv_heads, -1))
     write_index_channels(path, spec, layers, {})
-    return item.model_copy(update={"settings": {**item.settings, _CHANNELS: str(path)}})
+    settings = {**item.settings, "selection.index_channels": str(path)}
+    return item.model_copy(update={"settings": settings})
 
 
 def _run_child(

@@ -377,3 +377,5 @@ def test_a_number_of_channels_is_a_file_of_so_many(tmp_path: Path) -> None:
     assert num_index_channels(settings.selection) == 64
     plain = BUILT_IN["1+1-shared-served"]
     assert with_channels(plain, model_dir, tmp_path) is plain
+    with pytest.raises(ValueError, match="stock SGLang has no index"):
+        Configuration(index_channels=64)
