@@ -76,7 +76,7 @@ def append_int8(
 
         return on_gpu(k_pool, slots, codes, scale, channels)
     slots = slots[slots >= 0].long()
-    codes[slots], scale[slots] = quantize_int8(_kept(rows_at(k_pool, slots), channels))
+    codes[slots], scale[slots] = quantize_int8(_kept(rows_at(k_pool, slots).float(), channels))
 
 
 def _check_channels(dims: Dims, channels: torch.Tensor | None) -> str:

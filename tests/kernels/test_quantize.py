@@ -60,10 +60,12 @@ def test_append_int4_equals_bulk(dtype: torch.dtype) -> None:
     assert torch.equal(appended[1], bulk[1])
 
 
-def test_a_copy_of_some_channels_is_one_of_keys_that_have_no_others() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_copy_of_some_channels_is_one_of_keys_that_have_no_others(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     k_pool, channels = torch.randn(3 * 16, 2, 12), torch.tensor([[1, 4, 5, 11], [0, 2, 3, 9]])
     few = torch.stack([k_pool[:, head, kept] for head, kept in enumerate(channels)], 1)
+    k_pool, few = k_pool.to(dtype), few.to(dtype)
     pages, slots, table = torch.tensor([2, 0]), torch.tensor([5, 40]), torch.tensor([[1, 2]])
     for append in (False, True):
         found, want = int4_buffers(3, 2, 16, 4), int4_buffers(3, 2, 16, 4)
