@@ -11,6 +11,7 @@ import msgspec
 
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.models.index_channels import num_index_channels
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.server.evaluation.grid import describe_setting, read_grid, setting_name
 from tandemkv.server.plan.placement_choice import resolve_placement
@@ -86,6 +87,7 @@ def named(settings: ServeSettings) -> dict[str, Setting]:
     Nothing of `settings` is open.
     """
     selection, placement = settings.selection, settings.rank_settings.placement
+    channels = num_index_channels(selection)
     return {
         "setting": setting_name(selection),
         "policy": selection.policy,
@@ -94,6 +96,8 @@ def named(settings: ServeSettings) -> dict[str, Setting]:
         "fetch_cap": selection.fetch_cap_tokens,
         "sample_tokens": selection.num_samples,
         "index_dtype": selection.index_dtype,
+        # Only where there is a file: reports of before are read on.
+        **({} if channels is None else {"index_channels": channels}),
         "predictor_dtype": selection.predictor_dtype_of(on_second_gpu=placement.has_far_pool),
         "exact_layers": list(selection.exact_layer_ids),
         "late_layers": selection.num_late,

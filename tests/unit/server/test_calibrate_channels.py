@@ -21,6 +21,7 @@ from tandemkv.server.checks.preflight import check_selection
 from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation.calibrate.index_channels import ChannelMeasurement, keep
 from tandemkv.server.evaluation.corpus import language_reference
+from tandemkv.server.evaluation.quality.served import differences, named
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.plan.footprint import index_bytes
 from tandemkv.server.plan.shape import find_shape
@@ -91,6 +92,12 @@ def test_a_whole_run_finds_what_scores_of_unseen_text_rest_on(tiny: Path, found:
 def settings_for(tiny: Path, path: Path | str, **selection: object) -> ServeSettings:
     given = {"index_channels": str(path), "index_dtype": "int8", **selection}
     return ServeSettings.model_validate({"model": str(tiny), "selection": given})
+
+
+def test_a_report_of_quality_says_how_many(tiny: Path, found: Path) -> None:
+    with_file, without = named(settings_for(tiny, found)), named(ServeSettings(model=str(tiny)))
+    assert with_file["index_channels"] == 32
+    assert differences(with_file, without)["index_channels"] == (32, None)
 
 
 @pytest.mark.parametrize(
