@@ -104,11 +104,11 @@ def check_keys(
                 "page_size", page_size,
                 f"the page size of the int4 k_pool ({dims['page_size']}), a power of two >= 16",
             )  # fmt: skip
-        if dims["head_dim"] != 2 * dims["half_dim"]:
-            fail("head_dim", dims["head_dim"], f"twice the {dims['half_dim']} bytes of an int4 key")
         if k_scale is None:
             fail("k_scale", None, "given, with scale and zero of int4 keys")
         dims.check("k_scale", k_scale, "num_pages num_kv_heads two head_dim", (torch.float16,))
+        if dims["head_dim"] != 2 * dims["half_dim"]:
+            fail("head_dim", dims["head_dim"], f"twice the {dims['half_dim']} bytes of an int4 key")
         if dims["two"] != 2:
             fail("k_scale.shape[2]", dims["two"], "2 (scale, zero)")
     else:
@@ -134,11 +134,17 @@ def check_scan(
     k_scale: torch.Tensor | None,
     page_size: int,
     active: torch.Tensor | None,
+    channels: torch.Tensor | None,
 ) -> Dims:
     """Check what `score_keys` reads, and return the sizes; raise `ValueError` as it does."""
     dims = Dims()
-    dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
+    query_dim = "head_dim" if channels is None else "query_dim"
+    dims.check("q", q, f"num_reqs num_qo_heads {query_dim}", FLOATS)
     check_keys(dims, k_pool, k_scale, page_size)
+    if channels is not None:
+        dims.check("channels", channels, "num_kv_heads head_dim", (torch.int64,))
+        if not channels.is_contiguous():
+            fail("channels.stride()", channels.stride(), "contiguous")
     dims.check("slots", slots, "num_reqs max_pages", INTS)
     dims.check("lo", lo, "num_reqs", INTS)
     dims.check("hi", hi, "num_reqs", INTS)
@@ -182,6 +188,7 @@ def score_keys(
     k_scale: torch.Tensor | None = None,
     page_size: int = 1,
     active: torch.Tensor | None = None,
+    channels: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scratch: ScoreScratch | None = None,
 ) -> torch.Tensor:
@@ -214,6 +221,9 @@ def score_keys(
         Tokens a page; 1 makes `slots` the slot of each position. Of int4 keys their own page size.
     active : torch.Tensor, optional
         ``[num_reqs]``, bool or int8: the other requests have no candidates.
+    channels : torch.Tensor, optional
+        ``[num_kv_heads, head_dim]``, int64, contiguous: which elements of a head's queries its keys
+        have; `q` is ``[num_reqs, num_qo_heads, query_dim]`` then. Not checked against `query_dim`.
     out : torch.Tensor, optional
         ``[num_reqs, num_kv_heads, >= width]``, float32, contiguous: written and
         returned. What stands in it outside ``[lo, hi)`` is undefined.
@@ -237,18 +247,21 @@ def score_keys(
     passes of ``softmax_mean`` logits stand in float16 relative to the maximum of at most 64 tokens.
     In plain torch it loops over requests and reads `lo` and `hi` on the host.
     """
-    dims = check_scan(q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active)
+    dims = check_scan(
+        q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active, channels
+    )
     _check_buffers(dims, width, out, scratch)
     if uses_triton(q.device):
         from tandemkv.kernels.triton_ops.score import score_keys as on_gpu
 
         return on_gpu(
             q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-            page_size=page_size, active=active, out=out, scratch=scratch,
+            page_size=page_size, active=active, channels=channels, out=out, scratch=scratch,
         )  # fmt: skip
-    num_reqs, _, head_dim = q.shape
-    num_kv_heads = k_pool.shape[1]
-    grouped = (q.float() * scale).reshape(num_reqs, num_kv_heads, -1, head_dim)
+    num_reqs, num_kv_heads = len(q), k_pool.shape[1]
+    grouped = (q.float() * scale).reshape(num_reqs, num_kv_heads, -1, q.shape[2])
+    if channels is not None:
+        grouped = grouped.gather(3, channels[:, None].expand(*grouped.shape[:3], -1))
     scores = out
     if scores is None:
         scores = grouped.new_full((num_reqs, num_kv_heads, width), float("-inf"))

@@ -59,6 +59,7 @@ def score_topk(
     k_scale: torch.Tensor | None = None,
     page_size: int = 1,
     active: torch.Tensor | None = None,
+    channels: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
     pooled_positions: tuple[int, int] = (0, 0),
@@ -67,7 +68,7 @@ def score_topk(
 
     Parameters
     ----------
-    q, k_pool, slots, lo, hi, width, scale, pooling, k_scale, page_size, active
+    q, k_pool, slots, lo, hi, width, scale, pooling, k_scale, page_size, active, channels
         As in `tandemkv.kernels.score.score_keys`.
     k : int
         Positions per KV head, ``>= 0``.
@@ -98,7 +99,9 @@ def score_topk(
     mantissa. A share of 2**-14 and more is within a sixteenth, one below may be off by 2**-18, and
     below 2**-18 it counts as none. What stands in the scratch afterwards is undefined.
     """
-    dims = check_scan(q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active)
+    dims = check_scan(
+        q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active, channels
+    )
     check_int("k", k, minimum=0)
     if scratch is not None:
         _check_scratch(dims, scratch, width)
@@ -108,12 +111,12 @@ def score_topk(
 
         return on_gpu(
             q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling,
-            k_scale=k_scale, page_size=page_size, active=active, scratch=scratch,
-            scan_stream=scan_stream, pooled_positions=pooled_positions,
+            k_scale=k_scale, page_size=page_size, active=active, channels=channels,
+            scratch=scratch, scan_stream=scan_stream, pooled_positions=pooled_positions,
         )  # fmt: skip
     scores = score_keys(
         q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active,
+        page_size=page_size, active=active, channels=channels,
     )  # fmt: skip
     scores = pool_positions(scores, *pooled_positions)
     out_scores = torch.empty((*scores.shape[:2], k), device=q.device)

@@ -360,7 +360,7 @@ class CacheEngine:
             return
         keys, k_scale = self._index.keys(layer)
         chosen, scores = score_topk(
-            self._index.query_of(layer, query),
+            query,
             keys,
             batch.pages[:size],
             batch.lo[:size],
@@ -372,6 +372,7 @@ class CacheEngine:
             k_scale=k_scale,
             page_size=self._pools.page_size,
             active=batch.active[:size],
+            channels=self._index.channels(layer),
             scratch=self._scratch[lane],
             scan_stream=self._scan_streams[lane],
             pooled_positions=selection.pooled_positions,

@@ -54,20 +54,9 @@ class KeyIndex:
         """
         return (self._pools.k[layer], None) if layer in self._channels else self.keys(layer)
 
-    def query_of(self, layer: int, query: torch.Tensor, heads: Sequence[int] = ()) -> torch.Tensor:
-        """Return what of queries ``[S, n, D]`` meets keys of `layer`: ``[S, n, R]``.
-
-        The query heads are those of `heads`, or of all KV heads if none is named. R is D, or as
-        many channels as the index has.
-        """
-        channels = self._channels.get(layer)
-        if channels is None:
-            return query
-        if heads and len(heads) < len(channels):
-            channels = torch.stack([channels[head] for head in heads])  # no list for the GPU
-        grouped = query.view(len(query), len(channels), -1, query.shape[2])
-        kept = channels[:, None].expand(len(query), -1, grouped.shape[2], -1)
-        return grouped.gather(3, kept).flatten(1, 2)
+    def channels(self, layer: int) -> torch.Tensor | None:
+        """Channels ``[H, R]`` int64 that `keys` have of each head; None: all."""
+        return self._channels.get(layer)
 
     def _num_channels(self, layer: int) -> int:
         channels = self._channels.get(layer)

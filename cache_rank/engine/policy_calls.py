@@ -225,18 +225,19 @@ class PolicyCalls:
         """
         heads, group = self._program.slow_heads(layer), self._model.gqa_group_size
         keys, k_scale = self._index.keys(layer)
-        query = self._index.query_of(layer, query, heads)
+        channels = self._index.channels(layer)
         score = partial(
             score_keys, slots=pages, lo=lo, hi=hi, width=width, scale=self._model.scale,
             pooling=self._selection.pooling, page_size=self._pools.page_size,
         )  # fmt: skip
         if len(heads) == self._model.num_kv_heads:
-            return score(query, keys, k_scale=k_scale)
+            return score(query, keys, k_scale=k_scale, channels=channels)
         parts = []
         for i, head in enumerate(heads):  # views of the pool: a list of heads would copy it
             scale = None if k_scale is None else k_scale[:, head : head + 1]
             own = query[:, i * group : (i + 1) * group]
-            parts.append(score(own, keys[:, head : head + 1], k_scale=scale))
+            kept = None if channels is None else channels[head : head + 1]
+            parts.append(score(own, keys[:, head : head + 1], k_scale=scale, channels=kept))
         return torch.cat(parts, dim=1)
 
     def _slots(self, pages: torch.Tensor, width: int) -> torch.Tensor:

@@ -81,6 +81,7 @@ def score_keys(
     k_scale: torch.Tensor | None = None,
     page_size: int = 1,
     active: torch.Tensor | None = None,
+    channels: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scratch: ScoreScratch | None = None,
 ) -> torch.Tensor:
@@ -96,7 +97,7 @@ def score_keys(
         scratch = make_score_scratch(num_reqs, num_qo_heads, num_kv_heads, width, q.device)
     scanned = scan(
         q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, out=out, scratch=scratch,
+        page_size=page_size, active=active, channels=channels, out=out, scratch=scratch,
     )  # fmt: skip
     if pooling == "softmax_mean":
         tiles = max(1, POOL[0] // scanned.block_n)
@@ -142,6 +143,7 @@ def scan(
     k_scale: torch.Tensor | None,
     page_size: int,
     active: torch.Tensor | None,
+    channels: torch.Tensor | None,
     out: torch.Tensor,
     scratch: ScoreScratch,
     may_code: bool = False,
@@ -151,8 +153,9 @@ def scan(
     With `may_code` codes (`encode_share`) are left instead of logits for int4 keys: what they
     lose does not show beside what the keys have lost, and half of the bytes go both ways.
     """
-    num_reqs, num_qo_heads, head_dim = q.shape
+    num_reqs, num_qo_heads = q.shape[:2]
     num_kv_heads = k_pool.shape[1]
+    head_dim = q.shape[2] if channels is None else channels.shape[1]
     kind, group = _kind(k_pool), num_qo_heads // num_kv_heads
     pad_g = scratch.logits.shape[3]
     # Where the choice searches in memory, a token's codes make room for its score.
@@ -165,6 +168,7 @@ def scan(
     scratch_width, scratch_tiles = scratch.logits.shape[2], scratch.tile_max.shape[2]
     factor = scale * (math.log2(math.e) if pooling == "softmax_mean" else 1.0)
     scales = q if k_scale is None else k_scale  # stands in for a pointer that is not read
+    kept = lo if channels is None else channels  # likewise
     # Copies of a pool would be made in silence, and in every captured layer.
     if k_pool.stride(-1) != 1 or slots.stride(1) != 1:
         fail("strides of k_pool, slots", (k_pool.stride(), slots.stride()), "1 in the last place")
@@ -177,13 +181,14 @@ def scan(
     multiplied = torch.float32 if _INTERPRETED else rounded
     dim = head_dim // 2 if kind == "int4" else head_dim
     scan_kernel[(num_reqs * num_splits * num_kv_heads,)](
-        q, k_pool, scales, slots, *ranges, out,
+        q, k_pool, scales, kept, slots, *ranges, out,
         logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
         factor, width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
         *q.stride(), *k_pool.stride()[:3], *scales.stride()[:2],
         slots.stride(0), lo.stride(0), hi.stride(0),
-        KIND=kind, POOLING=pooling, HAS_ACTIVE=active is not None, GROUP=group, PAD_G=pad_g,
-        BLOCK_G=max(8, pad_g), PAGE=page_size, BLOCK_N=block_n, BLOCK_P=_BLOCK_PAGES,
+        KIND=kind, POOLING=pooling, HAS_ACTIVE=active is not None,
+        HAS_CHANNELS=channels is not None, GROUP=group, PAD_G=pad_g, BLOCK_G=max(8, pad_g),
+        PAGE=page_size, BLOCK_N=block_n, BLOCK_P=_BLOCK_PAGES,
         DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
         STAGES=_stages(tuning, block_n * dim * k_pool.element_size(), q.device),
         ROUND=_TRITON_DTYPE[rounded], DOT=_TRITON_DTYPE[multiplied],

@@ -116,13 +116,14 @@ def bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE: tl.c
 
 @triton.jit
 def scan_kernel(
-    q, k_pool, k_scale, slots, lo, hi, active, out, logits, tile_max, split_lse, zero_dot,
+    q, k_pool, k_scale, channels, slots, lo, hi, active, out, logits, tile_max, split_lse, zero_dot,
     factor, width, num_heads, num_splits, out_width, scratch_width, scratch_tiles,
     q_stride_b, q_stride_h, q_stride_d, k_stride_s: tl.constexpr, k_stride_h,
     k_stride_n: tl.constexpr, scale_stride_s, scale_stride_h, slots_stride_b, lo_stride, hi_stride,
     KIND: tl.constexpr, POOLING: tl.constexpr, HAS_ACTIVE: tl.constexpr,
-    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_G: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr,
+    BLOCK_G: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr, ROUND: tl.constexpr, DOT: tl.constexpr, USE_ASM: tl.constexpr,
     PRECISION: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
@@ -150,11 +151,17 @@ def scan_kernel(
     k_head = k_pool + head.to(tl.int64) * k_stride_h
     q_rows = q + req.to(tl.int64) * q_stride_b + (head * GROUP + member)[None, :] * q_stride_h
     in_query = in_group[None, :] & (dim < DIM)[:, None]
-    query = tl.load(q_rows + dim[:, None] * q_stride_d, mask=in_query, other=0.0).to(tl.float32)
+    low_dim, high_dim = dim, DIM + dim
+    if HAS_CHANNELS:
+        kept = channels + head * (2 * DIM if KIND == "int4" else DIM)
+        low_dim = tl.load(kept + dim, mask=dim < DIM, other=0)
+        if KIND == "int4":
+            high_dim = tl.load(kept + DIM + dim, mask=dim < DIM, other=0)
+    query = tl.load(q_rows + low_dim[:, None] * q_stride_d, mask=in_query, other=0.0).to(tl.float32)
     unit = tl.full([BLOCK_G], 1.0, tl.float32) * factor
     if KIND == "int4":
         high = tl.load(
-            q_rows + (DIM + dim)[:, None] * q_stride_d, mask=in_query, other=0.0
+            q_rows + high_dim[:, None] * q_stride_d, mask=in_query, other=0.0
         ).to(tl.float32)  # fmt: skip
         peak = tl.maximum(tl.max(tl.abs(query), 0), tl.max(tl.abs(high), 0))
         peak = tl.where(peak > 0, peak, 1.0)

@@ -66,6 +66,7 @@ def score_topk(
     k_scale: torch.Tensor | None = None,
     page_size: int = 1,
     active: torch.Tensor | None = None,
+    channels: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
     pooled_positions: tuple[int, int] = (0, 0),
@@ -82,7 +83,8 @@ def score_topk(
         with on_stream(scan_stream):
             own = score_keys(
                 q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling,
-                k_scale=k_scale, page_size=page_size, active=active, scratch=scratch.score,
+                k_scale=k_scale, page_size=page_size, active=active, channels=channels,
+                scratch=scratch.score,
             )  # fmt: skip
         pooled = pool_positions(own, *pooled_positions)
         return _best_of(pooled, k, lo, hi, active, scratch.lists, out_scores)
@@ -94,8 +96,8 @@ def score_topk(
     with on_stream(scan_stream):
         scanned = scan(
             q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling,
-            k_scale=k_scale, page_size=page_size, active=active, out=scores, scratch=buffers,
-            may_code=True,
+            k_scale=k_scale, page_size=page_size, active=active, channels=channels, out=scores,
+            scratch=buffers, may_code=True,
         )  # fmt: skip
     if pooling != "softmax_mean":
         return _best_of(scores[..., :width], k, lo, hi, active, lists, out_scores)

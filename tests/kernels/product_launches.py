@@ -237,11 +237,15 @@ def _keys(
 def _score(
     device: torch.device, operation: Callable[..., object], kind: str, *,
     dtype: torch.dtype = BF16, dim: int = DIM, page: int = 64, group: int = 4,
-    context: int = CONTEXT, pooling: str = "softmax_mean", **options: Any,
+    context: int = CONTEXT, pooling: str = "softmax_mean", num_channels: int | None = None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Call `score_keys` or `score_topk`."""
     new = partial(torch.empty, device=device)
-    keys = _keys(device, kind, dtype=dtype, dim=dim, page=page, context=context)
+    kept = num_channels or dim
+    keys = _keys(device, kind, dtype=dtype, dim=kept, page=page, context=context)
+    if num_channels:
+        options["channels"] = new(KV_HEADS, kept, dtype=I64)
     operation(
         q=new(BATCH, KV_HEADS * group, dim, dtype=dtype), **keys,
         slots=new(BATCH, context // page, dtype=I32), lo=new(BATCH, dtype=I32),
@@ -343,7 +347,8 @@ def _launches() -> dict[str, Launch]:
         "choice, int4, group of 1": partial(choice, kind="int4", k=K, group=1),
         "choice, int4, heads of 96": partial(choice, kind="int4", k=K, dim=96, group=3),
         "choice, int4, heads of 64": partial(choice, kind="int4", k=K, dim=64, dtype=FP16),
-        "choice, int4, 32 channels": partial(choice, kind="int4", k=K, dim=32),
+        "choice, int4, 64 channels": partial(choice, kind="int4", k=K, page=128, num_channels=64),
+        "choice, int4, 32 of 64": partial(choice, kind="int4", k=K, dim=64, num_channels=32),
         "choice, int4, 256K": partial(choice, kind="int4", page=128, **far),
         "choice, long lists": partial(choice, kind="int4", k=8192),
         "choice, neighbours pooled": partial(

@@ -62,6 +62,15 @@ def make_keys(
     )  # fmt: skip
 
 
+def among_others(q: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries that hold `q` ``[B, Hq, D]`` among other elements, and where: ``[H, D]``."""
+    num_reqs, num_qo_heads, dim = q.shape
+    wide = torch.randn(num_reqs, heads, num_qo_heads // heads, 2 * dim).to(q)
+    channels = torch.stack([torch.randperm(2 * dim)[:dim] for _ in range(heads)]).to(q.device)
+    index = channels[:, None].expand(num_reqs, -1, wide.shape[2], -1)
+    return wide.scatter(3, index, q.view(*wide.shape[:3], dim)).flatten(1, 2), channels
+
+
 def expected(keys: Keys, req: int, lo: int, hi: int, pooling: str, scale: float) -> torch.Tensor:
     """Scores [H, hi - lo] of one request in float64."""
     rows = keys.row(req, lo, hi).permute(1, 2, 0)  # [H, D, n]

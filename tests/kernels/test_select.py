@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from score_inputs import expected, make_keys
+from score_inputs import among_others, expected, make_keys
 
 from tandemkv.kernels.score import POOLINGS
 from tandemkv.kernels.select import make_select_scratch, score_topk
@@ -37,6 +37,24 @@ def test_chooses_the_best(kind: str, pooling: str) -> None:
         assert bool((positions[req, :, count:] == -1).all())
     assert bool((positions[2] == -1).all())
     assert bool((scores[2] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_keys_of_some_channels_of_queries(kind: str) -> None:
+    torch.manual_seed(5)
+    keys = make_keys(kind, num_reqs=2, heads=3, group=2, dim=16, page_size=16, num_pages=20)
+    wide, channels = among_others(keys.q, 3)
+    ends = (torch.tensor([4, 0]), torch.tensor([150, 90]))
+    options = {"width": 160, "scale": 0.25, "k_scale": keys.k_scale, "page_size": 16}
+    want = score_topk(keys.q, keys.k_pool, keys.table, *ends, 20, **options)
+    found = score_topk(wide, keys.k_pool, keys.table, *ends, 20, channels=channels, **options)
+    assert torch.equal(found[0], want[0])
+    assert torch.equal(found[1], want[1])
+    for wrong in (channels[:2], channels[:, :8], channels.int(), channels.T.contiguous().T):
+        with pytest.raises(ValueError, match="channels"):
+            score_topk(wide, keys.k_pool, keys.table, *ends, 20, channels=wrong, **options)
+    with pytest.raises(ValueError, match="head_dim"):
+        score_topk(wide, keys.k_pool, keys.table, *ends, 20, **options)
 
 
 def test_pools_over_positions() -> None:

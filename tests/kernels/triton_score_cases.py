@@ -3,7 +3,16 @@
 
 import pytest
 import torch
-from score_inputs import EXACT_LOGITS, KINDS, NATIVE, ON_GPU, expected, magnitude, make_keys
+from score_inputs import (
+    EXACT_LOGITS,
+    KINDS,
+    NATIVE,
+    ON_GPU,
+    among_others,
+    expected,
+    magnitude,
+    make_keys,
+)
 from tolerances import assert_close
 
 from tandemkv.kernels import quantize as operations
@@ -68,6 +77,22 @@ def test_score_keys(kind: str, page_size: int, group: int, dim: int) -> None:
             if scores is not None:
                 assert_close(scores[req, :, lo:hi] / largest, want / largest, tolerance)
             assert_close(out[req, :, lo:hi] / largest, want / largest, tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [32, 64, 80])
+def test_keys_of_some_channels_of_queries(kind: str, dim: int) -> None:
+    torch.manual_seed(dim)
+    keys = make_keys(
+        kind, num_reqs=2, heads=3, group=4, dim=dim, page_size=16, num_pages=20, device=DEVICE
+    )
+    wide, channels = among_others(keys.q, 3)
+    arguments = (keys.k_pool, keys.table, tensor([4, 0]), tensor([150, 90]))
+    options = {"width": 160, "scale": 0.2, "k_scale": keys.k_scale, "page_size": 16}
+    want = triton_score.score_keys(keys.q, *arguments, **options)
+    assert torch.equal(
+        triton_score.score_keys(wide, *arguments, channels=channels, **options), want
+    )
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4"])

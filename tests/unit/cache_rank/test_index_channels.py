@@ -69,16 +69,14 @@ def test_what_is_chosen(path: str, policy: str, index_dtype: str) -> None:
     assert few.rank._index.nbytes < 0.6 * full.rank._index.nbytes
 
 
-def test_queries_of_some_heads(path: str) -> None:
-    index, query = (
-        World(index_channels=path, index_dtype="int8").rank._index,
-        torch.randn(3, 4, DIM),
-    )
-    of_all = index.query_of(2, query)
-    for head, kept in enumerate(some_channels()[2]):
-        own = query[:, 2 * head : 2 * head + 2]
-        assert torch.equal(index.query_of(2, own, [head]), own[..., kept])
-        assert torch.equal(of_all[:, 2 * head : 2 * head + 2], own[..., kept])
+@pytest.mark.parametrize("index_dtype", ["int8", "int4"])
+def test_the_index_says_which_channels_it_has(path: str, index_dtype: str) -> None:
+    few = World(index_channels=path, index_dtype=index_dtype).rank._index
+    for layer in range(1, LAYERS):  # the first is exact
+        found = few.channels(layer)
+        assert found is not None
+        assert torch.equal(found, some_channels()[layer])
+    assert World(index_dtype=index_dtype).rank._index.channels(2) is None
 
 
 def test_prompts_are_scored_with_all_channels(path: str) -> None:
