@@ -153,10 +153,10 @@ def scan_kernel(
     in_query = in_group[None, :] & (dim < DIM)[:, None]
     low_dim, high_dim = dim, DIM + dim
     if HAS_CHANNELS:
-        kept = channels + head * (2 * DIM if KIND == "int4" else DIM)
-        low_dim = tl.load(kept + dim, mask=dim < DIM, other=0)
+        own = channels + head * (2 * DIM if KIND == "int4" else DIM)
+        low_dim = tl.load(own + dim, mask=dim < DIM, other=0)
         if KIND == "int4":
-            high_dim = tl.load(kept + DIM + dim, mask=dim < DIM, other=0)
+            high_dim = tl.load(own + DIM + dim, mask=dim < DIM, other=0)
     query = tl.load(q_rows + low_dim[:, None] * q_stride_d, mask=in_query, other=0.0).to(tl.float32)
     unit = tl.full([BLOCK_G], 1.0, tl.float32) * factor
     if KIND == "int4":
