@@ -24,8 +24,6 @@ from .liveness import Liveness
 from .watchdog import Watchdog, remove_segments, shared_memory_of
 
 _LONGEST_BACKOFF_S = 30.0
-_HEALTHY_S = 15.0
-"""A rank that lived this long starts over with the shortest pause."""
 _LAST_ANSWERS_S = 3.0
 """For a process that was told of a hang below it."""
 WINDOW_S = 600.0
@@ -40,7 +38,7 @@ class RestartRules:
     """When a rank is ended, and how often it is started again.
 
     `max_restarts` is for `WINDOW_S`. A rank that is not ready `start_timeout_s` after a restart
-    counts as hung.
+    counts as hung. Each restart of one that never was ready waits twice as long as the one before.
     """
 
     hang_timeout_s: float
@@ -163,7 +161,7 @@ class SupervisedRank:
                 f"{WINDOW_S / 60:g} minutes, allowed are {allowed} (--max-restarts)\n"
                 f"{tail(self.child)}"
             )
-        if now - self._started > _HEALTHY_S:
+        if self.liveness.was_ready:  # requests wait for it; `max_restarts` bounds how often
             self._backoff_s = self._rules.first_backoff_s
         self._restarts.append(now)
         self._say(

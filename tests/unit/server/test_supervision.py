@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a rank that ended is started again."""
+
+from __future__ import annotations
+
+import io
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from tandemkv.server.launch.liveness import Liveness, Pulse
+from tandemkv.server.launch.supervision import LaunchError, RestartRules, SupervisedRank
+
+NO_PROCESS = 1 << 30
+FIRST_S = 0.01
+
+
+class EndingChild:
+    """A child that has ended whenever it is looked at."""
+
+    spec = SimpleNamespace(name="cache rank", log_path="cache_rank.log")
+    pid, is_started, starts = NO_PROCESS, True, 0
+
+    def start(self) -> None:
+        self.starts += 1
+
+    def exit_status(self) -> str:
+        return "signal SIGKILL"
+
+    def log_tail(self, lines: int = 20) -> str:
+        return "its last words"[:lines]
+
+    def kill_group(self) -> None:
+        """Nothing is left of it."""
+
+
+def lives(*, is_ready: bool, count: int) -> list[str]:
+    """Let a rank end `count` times, ready before or not; return what is said of each restart."""
+    child, said = EndingChild(), io.StringIO()
+    watchdog = SimpleNamespace(watch=lambda _: None, forget=lambda _: None)
+    liveness = Liveness(lambda: Pulse(is_ready=is_ready, stalled_s=0.0))
+    rules = RestartRules(
+        hang_timeout_s=1.0, start_timeout_s=1.0, max_restarts=count, first_backoff_s=FIRST_S
+    )
+    console = Console(file=said, width=200)
+    rank = SupervisedRank(
+        cast(Any, child), cast(Any, watchdog), liveness, rules, console, meanwhile="requests wait"
+    )
+    rank.start()
+    while child.starts <= count:
+        if is_ready:
+            liveness.note_ready()
+        rank.keep()
+        time.sleep(FIRST_S / 10)
+    with pytest.raises(LaunchError, match=f"started again {count} times .*--max-restarts"):
+        rank.keep()
+    return [line.split(" in ")[1].split(" s,")[0] for line in said.getvalue().splitlines()
+            if "; restart" in line]  # fmt: skip
+
+
+def test_one_that_was_ready_is_started_again_without_delay() -> None:
+    assert lives(is_ready=True, count=4) == ["0.01"] * 4
+
+
+def test_one_that_does_not_become_ready_waits_longer_each_time() -> None:
+    assert lives(is_ready=False, count=4) == ["0.01", "0.02", "0.04", "0.08"]
