@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tandemkv calibrate --index-channels`: what is kept, a whole run, and what `serve` refuses."""
+"""`tandemkv calibrate --index-channels`: what is kept, a whole run, and what others make of it."""
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import combinations
 from pathlib import Path
@@ -23,9 +24,6 @@ from tandemkv.server.evaluation.calibrate.index_channels import ChannelMeasureme
 from tandemkv.server.evaluation.corpus import language_reference
 from tandemkv.server.evaluation.quality.served import differences, named
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
-from tandemkv.server.plan.footprint import index_bytes
-from tandemkv.server.plan.shape import find_shape
-from tandemkv.server.plan.workload import Workload
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 
@@ -136,12 +134,33 @@ def test_calibrate_refuses_it(
 
 
 def test_plan_counts_the_channels_of_the_file(tiny: Path, found: Path) -> None:
+    command = ["plan", "--model", str(tiny), "--context", "4k", "--policy", "look_ahead"]
     few, all_ = (
-        Workload.from_selection(
-            SelectionSettings(index_channels=path, index_dtype="int4"),
-            context_tokens=4096, concurrency=2,
-        )
-        for path in (str(found), None)
-    )  # fmt: skip
-    shape = find_shape(str(tiny))
-    assert index_bytes(shape, few) * 2 == index_bytes(shape, all_)
+        json.loads(CliRunner().invoke(app, [*command, "--json", *more]).stdout)
+        for more in (["--index-channels", str(found)], [])
+    )
+    assert (few["workload"]["index_channels"], all_["workload"]["index_channels"]) == (32, None)
+    of_few, of_all = (x["placements"][1] for x in (few, all_))
+    keys = [x["bytes_per_gpu"]["inference"]["key_index"] for x in (of_few, of_all)]
+    assert keys[0] * 2 == keys[1]
+    assert of_few["predicted"]["selection_ms"] < of_all["predicted"]["selection_ms"]
+    shown = CliRunner().invoke(app, [*command, "--index-channels", str(found)]).output
+    assert "int4 index of 32 of 64 channels" in " ".join(shown.split())
+    assert f"--index-channels {found}" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--model", "qwen3-8b"), "make one with"),
+        (("--index-dtype", "native"), "index_dtype=native scans keys where they lie"),
+        (("--policy", "quest"), "policy=quest scans no index of keys"),
+    ],
+)
+def test_plan_refuses_what_serve_would(
+    tiny: Path, found: Path, more: tuple[str, ...], message: str
+) -> None:
+    command = ["plan", "--model", str(tiny), "--index-channels", str(found), *more]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
