@@ -3,23 +3,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import Result
+from rich.console import Console
 from tiny_calibrated import make_tiny_model
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.index_channels import read_index_channels
 from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
-from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings, SelectionSettings
+from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.runtime import Runtime
 from tandemkv.server.checks.preflight import check_selection
 from tandemkv.server.cli.commands import app
+from tandemkv.server.cli.status_view import status_table
 from tandemkv.server.evaluation.calibrate.index_channels import ChannelMeasurement, keep
 from tandemkv.server.evaluation.corpus import language_reference
 from tandemkv.server.evaluation.quality.served import differences, named
@@ -164,3 +170,23 @@ def test_plan_refuses_what_serve_would(
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_status_says_how_many(tiny: Path, found: Path) -> None:
+    """The rank does, which has read the file; who asks needs none."""
+    for path, shown in ((str(found), "32 of 64"), (None, None)):
+        runtime = Runtime(
+            settings=RankSettings(selection=SelectionSettings(index_channels=path)),
+            model=read_model_spec(tiny, dtype="float32"),
+            counters=Counters(),
+            resident_bytes=0,
+            occupancy=SimpleNamespace(values=dict),  # type: ignore[arg-type]
+        )
+        info = runtime.reply(epoch=1, ready=True, values={}, info={}).info
+        assert info.get("index_channels") == shown
+        console = Console(width=100, file=io.StringIO(), record=True)
+        console.print(status_table({"inference_rank": {"info": info}}, "http://127.0.0.1:1"))
+        rows = [" ".join(line.split()) for line in console.export_text().splitlines()]
+        assert [row for row in rows if "index channels" in row] == (
+            ["│ │ index channels │ 32 of 64 │"] if shown else []
+        )
