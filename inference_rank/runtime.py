@@ -16,6 +16,7 @@ from typing import Any
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.models.index_channels import num_index_channels
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
@@ -47,6 +48,12 @@ class Runtime:
     running_reqs: list[Any] = field(default_factory=list)
     running_lengths: list[int] = field(default_factory=list)
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
+    index_channels: int | None = field(init=False)
+    """Channels of each key that the index has; None for all."""
+
+    def __post_init__(self) -> None:
+        """Read how many channels the file names; nobody asks for it again."""
+        self.index_channels = num_index_channels(self.settings.selection)
 
     def reply(
         self, *, epoch: int, ready: bool, values: dict[str, float], info: dict[str, str]
@@ -60,6 +67,10 @@ class Runtime:
             **self.occupancy.values(),
             **values,
         }
+        channels = self.index_channels
+        of_all = (
+            {} if channels is None else {"index_channels": f"{channels} of {self.model.head_dim}"}
+        )
         info = {
             "policy": selection.policy,
             "budget_tokens": str(selection.budget_tokens),
@@ -70,6 +81,7 @@ class Runtime:
             "late_layers": str(selection.num_late),
             **self.settings.placement.info(),
             "index_dtype": selection.index_dtype,
+            **of_all,
             "model": self.model.architecture,
             "pid": str(os.getpid()),
             **info,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.available_memory import available_bytes
@@ -29,9 +28,6 @@ from .model_files import check_model_files, check_query_weights
 from .ports import choose_port
 from .sglang_features import check_adapters, check_speculation
 from .shared_gpus import check_shared_gpus
-
-if TYPE_CHECKING:
-    from tandemkv.cache_rank.policies.base import PolicyCapabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +143,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     selection = settings.selection
     policy = find_policy(selection.policy)
     check_pooling(policy, selection)
-    _check_channels(selection, spec, policy.capabilities)
+    check_channels(selection, spec)
     found = resolve_calibration(selection, spec, policy.capabilities)
     if found.clusters is not None and settings.tensor_parallel > 1:
         raise SettingsError(
@@ -167,12 +163,13 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
         )
 
 
-def _check_channels(
-    selection: SelectionSettings, spec: ModelSpec, says: PolicyCapabilities
-) -> None:
+def check_channels(selection: SelectionSettings, spec: ModelSpec) -> None:
     """Refuse a file of channels that nothing would read, or that is of another model."""
+    from tandemkv.cache_rank.policies.registry import find_policy
+
     if selection.index_channels is None:
         return
+    says = find_policy(selection.policy).capabilities
     if not says.selects or says.attends or says.index != "keys":
         raise SettingsError(
             f"index_channels: policy={selection.policy} scans no index of keys; drop "

@@ -32,13 +32,14 @@ class Choice:
     """All placements, and the one to take.
 
     `chosen` is None where none of tandemkv's placements fits; `reason` says why either way.
-    `cost` has the constants of the prediction.
+    `cost` has the constants of the prediction. `is_asked`: there was no other to take.
     """
 
     plans: tuple[PlacementPlan, ...]
     chosen: PlacementPlan | None
     reason: str
     cost: CostConstants = H200
+    is_asked: bool = False
 
     @property
     def gains(self) -> bool:
@@ -59,18 +60,20 @@ def choose_placement(
     gpu_bytes: int,
     available: Collection[str] | None = None,
     tp_size: int | None = None,
+    num_cache_gpus: int | None = None,
     cost: CostConstants = H200,
 ) -> Choice:
     """Choose the placement with the least predicted time per token among those that fit.
 
     All `num_gpus` GPUs of one host have `gpu_bytes` each; with `tp_size` the model is on so many of
-    them. `available` names the placements that may be chosen; default those that `serve` takes
-    unasked, or if none of them fits, all. Stock SGLang never is, and comes first of the plans,
-    which are all there for comparison. Raises `SettingsError` if there is no GPU.
+    them, and with `num_cache_gpus` that placement alone is looked at. `available` names the
+    placements that may be chosen; default those that `serve` takes unasked, or if none of them
+    fits, all. Stock SGLang never is, and comes first of the plans, which are all there for
+    comparison. Raises `SettingsError` if there is no GPU.
     """
     plans = tuple(
         _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=cost)
-        for placement in possible_placements(shape, num_gpus, tp_size)
+        for placement in possible_placements(shape, num_gpus, tp_size, num_cache_gpus)
     )
     dense, *own = plans
     if available is not None:
@@ -89,7 +92,8 @@ def choose_placement(
         reason = _overflow(least.placement, least.memory, shape, load, gpu_bytes)
     else:
         reason = "none of the placements that this version offers is possible here"
-    return Choice(plans=plans, chosen=best, reason=reason, cost=cost)
+    is_asked = num_cache_gpus is not None
+    return Choice(plans=plans, chosen=best, reason=reason, cost=cost, is_asked=is_asked)
 
 
 def check_fits(placement: Placement, shape: ModelShape, load: Workload, *, gpu_bytes: int) -> None:
@@ -203,7 +207,8 @@ def _reason(
 ) -> str:
     chosen = best.placement
     others = [plan for plan in own if plan.fits and plan is not best]
-    words = [f"least predicted time per token, {best.step.tpot_ms:.1f} ms"]
+    least = "least " if others else ""
+    words = [f"{least}predicted time per token, {best.step.tpot_ms:.1f} ms"]
     words += [f"{plan.placement.name} {plan.step.tpot_ms:.1f} ms" for plan in others]
     if left_out := [plan.placement.name for plan in own if not plan.fits]:
         words.append(f"{', '.join(left_out)} does not fit")

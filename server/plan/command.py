@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -20,18 +20,19 @@ from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.checks.context_limit import how_to_extend
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.launch.sglang_command import captures_steps
-from tandemkv.server.settings.flags import OPERATION, RANK_FLAGS, SELECTION, SWITCH, with_flags
-from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
+from tandemkv.server.settings.flags import OPERATION, SERVE_FLAGS, SWITCH, with_flags
+from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
 from tandemkv.server.settings.sources import Sourced, load_settings
 
-from .choose import break_even_batch_tokens, break_even_tokens, choose_placement
+from .asked import OWN_OPTIONS, asked_placement, spec_of
+from .choose import Choice, break_even_batch_tokens, break_even_tokens, choose_placement
 from .constants import Constants, constants_here, measure_here
 from .footprint import GIB
 from .pages import on_device
 from .placement import Placement, PlacementKind, possible_placements
 from .shape import BUILT_IN_SHAPES, ModelShape, find_shape
 from .view import plan_json, plan_view, profile_view
-from .workload import INDEX_DTYPES, Workload
+from .workload import Workload
 
 _MOST_TOKENS, _H200_GIB = 1 << 30, 139
 _TOO_LONG = (
@@ -47,12 +48,23 @@ _POOLED = (
     "selection a third longer on an H200 (docs/policies.md)"
 )
 _KEYS = (
-    "policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens",
-    "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers",
+    "policy", "budget_tokens", "resident_factor", "index_dtype", "index_channels",
+    "num_sink_tokens", "num_recent_tokens", "sample_tokens", "fetch_cap", "exact_layers",
+    "anchors", "share_layers",
 )  # fmt: skip
 NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_SHAPES))
-_PLANNED = {"cache.kv_dtype", *(f"selection.{key}" for key in _KEYS)}
-PLAN_FLAGS = tuple(flag for flag in RANK_FLAGS if flag.key in _PLANNED)
+_PLACED = ("cache_ranks", "tensor_parallel")
+_PLANNED = {*_PLACED, "cache.kv_dtype", *(f"selection.{key}" for key in _KEYS)}
+PLAN_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key in _PLANNED)
+_TEXTS = {
+    "cache_ranks": "Plan one placement alone. 0: in SGLang's process; n: on n GPUs more, each with "
+    "a part of the KV heads; n is a multiple of --tp. Default: what --gpus allow, compared.",
+    "tensor_parallel": "GPUs that the model is split over (tensor parallel). Default: with "
+    "--cache-ranks 1, without it what --gpus allow, compared.",
+    "selection.index_dtype": "Precision of scans. Default: what serve takes on GPUs, int4 for most "
+    "policies.",
+}
+"""Of the help, where `serve` has others for the same option."""
 
 
 def _token_count(text: str | int) -> int:
@@ -69,7 +81,7 @@ _TOKENS = {"parser": _token_count, "metavar": "TOKENS"}
 _NUMBER = {"metavar": "INTEGER"}
 
 
-@with_flags(PLAN_FLAGS)
+@with_flags(PLAN_FLAGS, _TEXTS)
 def plan(
     flags: dict[str, Sourced],
     model: Annotated[str, option(f"Model directory, or one of {NAMES}.")],
@@ -101,15 +113,6 @@ def plan(
             **_NUMBER,
         ),
     ] = 8192,
-    index_dtype: Annotated[
-        str | None,
-        option(
-            "Precision of scans. Default: what serve takes on GPUs, int4 for most policies. "
-            rf"\[{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}]",
-            metavar="CHOICE",
-            rich_help_panel=SELECTION,
-        ),
-    ] = None,
     dtype: Annotated[
         str, option(r"Weights and K/V. \[bfloat16, float16 or float32]", metavar="CHOICE")
     ] = ("bfloat16"),
@@ -126,53 +129,47 @@ def plan(
 ) -> None:
     """Say what fits on which GPUs, the predicted time per token, and what to choose.
 
+    With --cache-ranks it is about that placement alone, with --tp about those that have as many
+    GPUs for the model.
+
     Exit code 1 if no placement of tandemkv fits.
     """
-    flags["model"] = Sourced(model, "--model")
-    settings = load_settings(flags, os.environ)
+    settings = _settings(flags, model)
+    shape = _shape(model, dtype).with_kv_dtype(settings.cache.kv_dtype)
+    config = _config(model, shape)
+    tp_size, num_cache_gpus = asked_placement(settings, spec_of(shape, config), gpus)
     load = Workload.from_selection(
-        _selection(settings.selection, index_dtype),
+        settings.selection,
         context_tokens=context,
         concurrency=concurrency,
         chunk_tokens=chunked_prefill_size,
         capacity_tokens=cache_tokens,
     )
-    shape = _shape(model, dtype).with_kv_dtype(settings.cache.kv_dtype)
     gpu_bytes = _bytes_here() if gpu_memory is None else int(gpu_memory * GIB)
     cost, note = _constants(measure)
-    policy = settings.selection.policy
-    is_captured = captures_steps(policy)
-    possible = possible_placements(shape, gpus)
+    is_captured = captures_steps(settings.selection.policy)
+    possible = possible_placements(shape, gpus, tp_size, num_cache_gpus)
     in_process = {each.name for each in possible if each.kind is PlacementKind.IN_PROCESS}
     choice = choose_placement(
-        shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost,
-        available=None if is_captured else in_process,
+        shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost, tp_size=tp_size,
+        num_cache_gpus=num_cache_gpus, available=None if is_captured else in_process,
     )  # fmt: skip
-    chosen = None if choice.chosen is None else choice.chosen.placement
-    even = None
-    if chosen is not None and chosen.kind is PlacementKind.IN_PROCESS:
-        even = {
-            "tokens": break_even_tokens(shape, load, chosen.tp_size, cost),
-            "batch_tokens": break_even_batch_tokens(shape, load, chosen.tp_size, cost),
-        }
+    even = _break_even(choice, shape, load)
     if as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
         found["break_even"] = even
         typer.echo(json.dumps(found, indent=2))
     else:
-        lines = [note] if note else []
-        if not is_captured:
-            lines.append(f"decode steps of policy {policy} are not captured: they take longer")
-        if settings.selection.pool_before or settings.selection.pool_after:
-            lines.append(_POOLED)
+        lines = []
+        if choice.chosen is not None:
+            command = _command(model, choice.chosen.placement, load, flags)
+            lines.append(f"start it with\n  {command}")
+        lines += [_BREAK_EVEN.format(**even)] if even else []
+        lines += [note] if note else []
+        lines += _notes(settings.selection)
         if shape.max_context and context > shape.max_context:
-            how = how_to_extend(_config(model, shape), context)
+            how = how_to_extend(config, context)
             lines.append(_TOO_LONG.format(context=context, limit=shape.max_context, how=how))
-        if even is not None:
-            lines.insert(0, _BREAK_EVEN.format(**even))
-        if chosen is not None:
-            command = _command(model, chosen, load, flags, index_dtype)
-            lines.insert(0, f"start it with\n  {command}")
         console = Console(highlight=False)
         for part in plan_view(choice, shape, load, gpu_bytes):
             console.print(part)
@@ -180,6 +177,25 @@ def plan(
             console.print(Text(line), soft_wrap=True)
     if choice.chosen is None:
         raise typer.Exit(1)
+
+
+def _break_even(choice: Choice, shape: ModelShape, load: Workload) -> dict[str, int] | None:
+    """Return up to how many tokens attention is dense, of what is chosen; None but in process."""
+    chosen = None if choice.chosen is None else choice.chosen.placement
+    if chosen is None or chosen.kind is not PlacementKind.IN_PROCESS:
+        return None
+    return {
+        "tokens": break_even_tokens(shape, load, chosen.tp_size, choice.cost),
+        "batch_tokens": break_even_batch_tokens(shape, load, chosen.tp_size, choice.cost),
+    }
+
+
+def _notes(selection: SelectionSettings) -> Iterator[str]:
+    """Yield what the predicted times leave out."""
+    if not captures_steps(selection.policy):
+        yield f"decode steps of policy {selection.policy} are not captured: they take longer"
+    if selection.pool_before or selection.pool_after:
+        yield _POOLED
 
 
 def _bytes_here() -> int:
@@ -203,6 +219,7 @@ def _config(model: str, shape: ModelShape) -> Mapping[str, Any]:
     """Return the ``config.json`` of a directory's model, or what a built-in shape stands for."""
     if model.lower() in BUILT_IN_SHAPES:
         family = "Qwen3" if shape.name.startswith("qwen3") else "Llama"
+        family += "Moe" if shape.experts else ""
         return {
             "architectures": [f"{family}ForCausalLM"],
             "max_position_embeddings": shape.max_context,
@@ -222,38 +239,37 @@ def _constants(measure: bool) -> Constants:
     return Constants(profile.constants(), "")
 
 
-def _selection(selection: SelectionSettings, index_dtype: str | None) -> SelectionSettings:
-    """Return what would be served on a GPU with `selection`."""
+def _settings(flags: dict[str, Sourced], model: str) -> ServeSettings:
+    """Return what would be served on a GPU with these settings."""
     from tandemkv.cache_rank.policies.composition import check_device
     from tandemkv.cache_rank.policies.registry import find_policy
 
+    for key, own in OWN_OPTIONS.items():
+        if key in flags:
+            raise SettingsError(f"{flags[key].source}: plan does not read it; use {own}")
+    flags["model"] = Sourced(model, "--model")
+    settings = load_settings(flags, os.environ)
+    selection = settings.selection
     if selection.declared.attends:
         raise SettingsError(
             f"policy={selection.policy} attends on the host's CPU, and plan predicts what GPUs do; "
             "use another --policy, or start `tandemkv serve` without a plan"
         )
     check_device(find_policy(selection.policy), selection.policy, "cuda")
-    if index_dtype is not None:
-        selection = selection.model_copy(update={"index_dtype": index_dtype})
-    return on_device(selection, "cuda")
+    return settings.model_copy(update={"selection": on_device(selection, "cuda")})
 
 
-def _command(
-    model: str,
-    placement: Placement,
-    load: Workload,
-    flags: dict[str, Sourced],
-    index_dtype: str | None,
-) -> str:
+def _command(model: str, placement: Placement, load: Workload, flags: dict[str, Sourced]) -> str:
     """Return the command that serves `load` in `placement`; what was given is given again."""
     words = ["tandemkv", "serve", "/path/to/model" if model.lower() in BUILT_IN_SHAPES else model]
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
     words += ["--cache-tokens", str(load.total_tokens)]
     words += ["--max-context", str(load.context_tokens)]
-    for value, name in (flags[flag.key] for flag in PLAN_FLAGS if flag.key in flags):
-        words += [name] if isinstance(value, bool) else [name, str(value)]
-    for value, source in flags.values():
+    for key, (value, source) in flags.items():
+        if key in ("model", *_PLACED):
+            continue
         if source.startswith("--set "):
             words += ["--set", f"{source.removeprefix('--set ')}={value}"]
-    words += [] if index_dtype is None else ["--index-dtype", index_dtype]
+        else:
+            words += [source] if isinstance(value, bool) else [source, str(value)]
     return shlex.join(words)

@@ -77,7 +77,10 @@ class Placement:
 
 
 def possible_placements(
-    shape: ModelShape, num_gpus: int, tp_size: int | None = None
+    shape: ModelShape,
+    num_gpus: int,
+    tp_size: int | None = None,
+    num_cache_gpus: int | None = None,
 ) -> tuple[Placement, ...]:
     """Return the placements that this version serves on `num_gpus`.
 
@@ -85,10 +88,17 @@ def possible_placements(
     model's heads divide into; of those with cache GPUs there are one pair, as many pairs as there
     are, and one GPU for the model with all others as cache GPUs, if there are KV heads for them;
     none if some layers do not attend to the whole context. With `tp_size` the model is on so many
-    GPUs in each. Raises `SettingsError` if there is no GPU.
+    GPUs in each, and of pairs there are as many. With `num_cache_gpus` there is that placement
+    alone, whether it is served or not, and stock SGLang on no more GPUs. Raises `SettingsError` if
+    there is no GPU.
     """
     if num_gpus < 1:
         raise SettingsError(f"gpus={num_gpus}: at least one GPU is needed")
+    if num_cache_gpus is not None:
+        kind = PlacementKind.SEPARATE if num_cache_gpus else PlacementKind.IN_PROCESS
+        own = Placement(kind=kind, tp_size=tp_size or 1, num_cache_gpus=num_cache_gpus)
+        stock = _largest_tp(shape, own.num_gpus)
+        return Placement(kind=PlacementKind.DENSE, tp_size=stock), own
     whole = tp_size or _largest_tp(shape, num_gpus)
     found = [
         Placement(kind=PlacementKind.DENSE, tp_size=whole),
@@ -99,7 +109,8 @@ def possible_placements(
     if num_gpus >= 2:
         found += [
             Placement(kind=PlacementKind.SEPARATE, tp_size=size, num_cache_gpus=size)
-            for size in sorted({1, _largest_tp(shape, num_gpus // 2)})
+            for size in sorted({1, tp_size or 1, _largest_tp(shape, num_gpus // 2)})
+            if 2 * size <= num_gpus
         ]
     if 2 < num_gpus <= shape.num_kv_heads + 1:
         found.append(Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=num_gpus - 1))

@@ -84,7 +84,7 @@ def resolve_placement(
             played = "the CPU stands for the model's GPU"
         if not placement.host_engine or device == "cpu":
             progress(f"{ONE_DEVICE_VARIABLE}: {played}; that is for tests, and slow")
-    _check_contradictions(settings, spec, placement)
+    check_contradictions(settings, spec, placement)
     given, settings = settings, with_late_layers(settings, spec.num_layers)
     if settings is not given:
         progress(
@@ -192,7 +192,7 @@ def _state_strategy(given: Sequence[str], architecture: str) -> tuple[str, ...]:
     return () if named else (flag, "extra_buffer")
 
 
-def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
+def check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
     """Refuse options that the placement, or the model, has no use for."""
     if settings.standby and not placement.num_cache_ranks:
         raise SettingsError(

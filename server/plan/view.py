@@ -24,9 +24,11 @@ def plan_view(
 ) -> Iterable[RenderableType]:
     """Yield what a person reads: memory, predicted step, recommendation with its reason."""
     usable = gpu_bytes * USABLE_FRACTION / GIB
+    channels = load.index_channels
+    of_some = "" if channels is None else f" of {channels} of {shape.head_dim} channels"
     memory = Table(
         title=f"{escape(shape.name)}, {load.concurrency} x {load.context_tokens} tokens, "
-        f"{load.index_dtype} index: GiB on each GPU, {usable:.1f} usable",
+        f"{load.index_dtype} index{of_some}: GiB on each GPU, {usable:.1f} usable",
         title_justify="left",
     )
     memory.add_column("placement", style="bold")
@@ -60,7 +62,8 @@ def plan_view(
     if choice.chosen is None:
         yield Text(f"nothing to recommend: {choice.reason}", style="red")
     else:
-        yield Text.assemble("recommended: ", (choice.chosen.placement.title, "bold green"))
+        label = "asked for: " if choice.is_asked else "recommended: "
+        yield Text.assemble(label, (choice.chosen.placement.title, "bold green"))
         yield Text(choice.reason)
 
 

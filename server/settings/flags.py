@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -125,7 +125,7 @@ SetOption = Annotated[
     list[str] | None,
     option(
         "An option of a policy, e.g. sfi.max_interval=8 (`tandemkv policies` lists them), or any "
-        "setting by its dotted name, e.g. cache.capacity_tokens=64k. May be repeated.",
+        "setting by its dotted name, e.g. selection.fetch_cap=256. May be repeated.",
         "--set",
         metavar="NAME=VALUE",
         rich_help_panel=SELECTION,
@@ -155,12 +155,15 @@ AllOption = Annotated[
 ]
 
 
-def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_flags(
+    flags: Sequence[Flag], texts: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add `flags`, ``--set`` and ``--help-all`` to a command.
 
     It declares ``flags: dict[str, Sourced]``, which gets what was given; typer sees one option per
-    flag instead.
+    flag instead. `texts` are the command's own in the help, default included, by the setting's key.
     """
+    own_texts = texts or {}
     ordered = sorted(flags, key=lambda flag: not flag.is_common)  # as the help lists them
     parameters = {flag.name[2:].replace("-", "_"): flag for flag in ordered}
 
@@ -183,7 +186,7 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
 
         signature = inspect.signature(function, eval_str=True)
         own = [item for item in signature.parameters.values() if item.name != "flags"]
-        hints = {name: _annotation(flag) for name, flag in parameters.items()}
+        hints = {name: _annotation(x, own_texts.get(x.key)) for name, x in parameters.items()}
         visible = [
             *(item.replace(kind=_KEYWORD) for item in own),
             inspect.Parameter(_ALL_PARAMETER, _KEYWORD, default=False, annotation=AllOption),
@@ -200,10 +203,11 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
     return decorate
 
 
-def _annotation(flag: Flag) -> Any:
+def _annotation(flag: Flag, own_text: str | None) -> Any:
     field: FieldInfo = setting_fields()[flag.key]
-    notes = "; ".join(filter(None, (_choices(field), _default_text(field))))
-    text = (field.description or "") + (f" [{notes}]" if notes else "")
+    default = _default_text(field) if own_text is None else ""
+    notes = "; ".join(filter(None, (_choices(field), default)))
+    text = (own_text or field.description or "") + (f" [{notes}]" if notes else "")
     is_switch = field.annotation is bool
     # Of a switch that is off by default the short help has no room for --no-...
     has_no = is_switch and field.default

@@ -62,12 +62,13 @@ class FittedFile:
     def check(self, model: ModelSpec, kind: str, others: Mapping[str, str]) -> None:
         """Refuse a file that is not of this kind, shape of model and `others` of its header.
 
-        Other weights of the same shape are told of only. Raises `SettingsError`.
+        Other weights of the same shape are told of only, and not if the model has no hash, where
+        its weights are not at hand. Raises `SettingsError`.
         """
         for name, wanted in {**_about(model, kind), **others}.items():
             found = self.about.get(name, "not told")
             if name == "model_hash":
-                if found != wanted:
+                if wanted and found != wanted:
                     logger.warning("%s was fitted to other weights of this shape", self._name)
             elif found != wanted:
                 raise SettingsError(

@@ -150,3 +150,12 @@ def test_the_first_head_of_a_shard() -> None:
     assert HeadShard(1, 3, 3, before=3).heads(1) == range(4, 5)
     assert HeadShard(before=2).heads(2) == range(2, 4)
     assert replace(HeadShard(), before=1).of(torch.arange(3), 0).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("model_hash", "told"), [("of others", True), ("", False)])
+def test_other_weights_are_told_of_where_weights_are_at_hand(
+    path: str, caplog: pytest.LogCaptureFixture, model_hash: str, told: bool
+) -> None:
+    selection = SelectionSettings(index_channels=path)
+    check_index_channels(selection, structs.replace(MODEL, model_hash=model_hash))
+    assert ("was fitted to other weights" in caplog.text) is told

@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tandemkv calibrate --index-channels`: what is kept, a whole run, and what `serve` refuses."""
+"""`tandemkv calibrate --index-channels`: what is kept, a whole run, and what others make of it."""
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import Result
+from rich.console import Console
 from tiny_calibrated import make_tiny_model
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.index_channels import read_index_channels
 from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
-from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings, SelectionSettings
+from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.runtime import Runtime
 from tandemkv.server.checks.preflight import check_selection
 from tandemkv.server.cli.commands import app
+from tandemkv.server.cli.status_view import status_table
 from tandemkv.server.evaluation.calibrate.index_channels import ChannelMeasurement, keep
 from tandemkv.server.evaluation.corpus import language_reference
 from tandemkv.server.evaluation.quality.served import differences, named
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
-from tandemkv.server.plan.footprint import index_bytes
-from tandemkv.server.plan.shape import find_shape
-from tandemkv.server.plan.workload import Workload
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 
@@ -136,12 +140,53 @@ def test_calibrate_refuses_it(
 
 
 def test_plan_counts_the_channels_of_the_file(tiny: Path, found: Path) -> None:
+    command = ["plan", "--model", str(tiny), "--context", "4k", "--policy", "look_ahead"]
     few, all_ = (
-        Workload.from_selection(
-            SelectionSettings(index_channels=path, index_dtype="int4"),
-            context_tokens=4096, concurrency=2,
+        json.loads(CliRunner().invoke(app, [*command, "--json", *more]).stdout)
+        for more in (["--index-channels", str(found)], [])
+    )
+    assert (few["workload"]["index_channels"], all_["workload"]["index_channels"]) == (32, None)
+    of_few, of_all = (x["placements"][1] for x in (few, all_))
+    keys = [x["bytes_per_gpu"]["inference"]["key_index"] for x in (of_few, of_all)]
+    assert keys[0] * 2 == keys[1]
+    assert of_few["predicted"]["selection_ms"] < of_all["predicted"]["selection_ms"]
+    shown = CliRunner().invoke(app, [*command, "--index-channels", str(found)]).output
+    assert "int4 index of 32 of 64 channels" in " ".join(shown.split())
+    assert f"--index-channels {found}" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--model", "qwen3-8b"), "make one with"),
+        (("--index-dtype", "native"), "index_dtype=native scans keys where they lie"),
+        (("--policy", "quest"), "policy=quest scans no index of keys"),
+    ],
+)
+def test_plan_refuses_what_serve_would(
+    tiny: Path, found: Path, more: tuple[str, ...], message: str
+) -> None:
+    command = ["plan", "--model", str(tiny), "--index-channels", str(found), *more]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_status_says_how_many(tiny: Path, found: Path) -> None:
+    """The rank does, which has read the file; who asks needs none."""
+    for path, shown in ((str(found), "32 of 64"), (None, None)):
+        runtime = Runtime(
+            settings=RankSettings(selection=SelectionSettings(index_channels=path)),
+            model=read_model_spec(tiny, dtype="float32"),
+            counters=Counters(),
+            resident_bytes=0,
+            occupancy=SimpleNamespace(values=dict),  # type: ignore[arg-type]
         )
-        for path in (str(found), None)
-    )  # fmt: skip
-    shape = find_shape(str(tiny))
-    assert index_bytes(shape, few) * 2 == index_bytes(shape, all_)
+        info = runtime.reply(epoch=1, ready=True, values={}, info={}).info
+        assert info.get("index_channels") == shown
+        console = Console(width=100, file=io.StringIO(), record=True)
+        console.print(status_table({"inference_rank": {"info": info}}, "http://127.0.0.1:1"))
+        rows = [" ".join(line.split()) for line in console.export_text().splitlines()]
+        assert [row for row in rows if "index channels" in row] == (
+            ["│ │ index channels │ 32 of 64 │"] if shown else []
+        )

@@ -299,6 +299,9 @@ def test_plan_takes_the_index_that_serve_would(
         (["--model", "qwen3-8b", "--set", "selection.pool_before=1"], 0, "without --pool-before"),
         (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
+        (["--model", "qwen3-8b", "--index-channels", "/no/such"], 2, "make it with `tandemkv cal"),
+        (["--model", "qwen3-8b", "--set", "max_context=9"], 2, "does not read it; use --context"),
+        (["--model", "qwen3-8b", "--exact-layers", "36"], 2, "has layers 0 to 35"),
         (["--model", "qwen3-8b", "--context", "64q"], 2, "'64q' is no number of tokens"),
         (["--model", "qwen3-8b", "--context", "0"], 2, "give 1 to 1024m tokens"),
         (
@@ -315,6 +318,68 @@ def test_command_exit_codes(
     result = runner.invoke(app, ["plan", *arguments])
     assert result.exit_code == code
     assert expected in result.output + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (("--cache-ranks", "0"), ["dense-tp1", "in-process-tp1"]),
+        (("--cache-ranks", "0", "--tp", "2"), ["dense-tp2", "in-process-tp2"]),
+        (("--cache-ranks", "3"), ["dense-tp4", "1+3"]),
+        (("--cache-ranks", "4", "--tp", "2"), ["dense-tp4", "tp2+4"]),
+        (("--set", "cache_ranks=1"), ["dense-tp2", "1+1"]),
+        (("--tp", "2"), ["dense-tp2", "in-process-tp2", "tp2+2"]),
+        (("--tp", "1"), ["dense-tp1", "in-process-tp1", "1+1", "1+7"]),
+    ],
+)
+def test_a_placement_that_is_asked_for(
+    runner: CliRunner, flags: tuple[str, ...], names: list[str]
+) -> None:
+    arguments = ["plan", "--model", "qwen3-8b", "--gpus", "8", *flags]
+    printed = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    assert [item["name"] for item in printed["placements"]] == names
+    assert printed["recommended"] in names[1:]
+    output = runner.invoke(app, arguments).output
+    alone = len(names) == 2
+    assert ("asked for: " in output, "recommended: " in output) == (alone, not alone)
+    assert ("least predicted" in output) is not alone
+    command = output.partition("start it with\n  ")[2].splitlines()[0]
+    (chosen,) = (x for x in printed["placements"] if x["name"] == printed["recommended"])
+    want = " ".join(["/path/to/model", *chosen["serve_flags"], "--max-running-requests 8"])
+    assert want in command
+    assert command.count("cache-ranks") == 1
+    assert "--set" not in command
+
+
+def test_what_the_environment_asks_of_serve_it_asks_of_plan(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEMKV_SERVE_CACHE_RANKS", "1")
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--gpus", "2"])
+    assert "asked for: 1 inference + 1 cache GPU" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--cache-ranks 1", "and cache_ranks=1 take 2 GPUs, and gpus=1; use --gpus 2, or a lower"),
+        ("--tp 2", "take 2 GPUs, and gpus=1; use --gpus 2, or a lower --tp"),
+        ("--gpus 3 --tp 2 --cache-ranks 2", "use --gpus 4, or a lower --tp or --cache-ranks"),
+        ("--gpus 8 --tp 3", "tensor_parallel=3 does not divide the 32 query and 8 KV heads"),
+        ("--gpus 16 --tp 16", "use --tp 8 at most"),
+        ("--gpus 16 --cache-ranks 9", "more than the 8 KV heads of qwen3-8b"),
+        ("--gpus 8 --tp 4 --cache-ranks 2", "use --cache-ranks 4 or 0"),
+        ("--gpus 8 --tp 2 --cache-ranks 3", "one has to divide the other; use --cache-ranks 2"),
+        ("--gpus 2 --cache-ranks 1 --policy quest", "not captured"),
+        ("--gpus 2 --tp 2 --set tensor_parallel=1", "set the same; give one of them"),
+    ],
+)
+def test_a_placement_that_serve_would_refuse(
+    runner: CliRunner, arguments: str, message: str
+) -> None:
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", *arguments.split()])
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -368,6 +433,11 @@ def test_a_batch_is_dense_up_to_what_pays_for_none_of_its_size(concurrency: int)
             ["--index-dtype", "int8"],
             "tandemkv serve /path/to/model --cache-ranks 0 --max-running-requests 8 "
             "--cache-tokens 524288 --max-context 65536 --index-dtype int8",
+        ),
+        (
+            ["--set", "selection.fetch_cap=256", "--kv-cache-dtype", "fp8_e4m3"],
+            "tandemkv serve /path/to/model --cache-ranks 0 --max-running-requests 8 --cache-tokens "
+            "524288 --max-context 65536 --kv-cache-dtype fp8_e4m3 --set selection.fetch_cap=256",
         ),
     ],
 )

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of `plan` with the options of `serve`, and whether that would take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, architecture_of_config
+from tandemkv.server.settings.launch_settings import ServeSettings
+
+from .shape import ModelShape
+
+OWN_OPTIONS = {
+    "cache.capacity_tokens": "--cache-tokens",
+    "max_running_requests": "--concurrency",
+    "max_context": "--context",
+    "chunked_prefill_size": "--chunked-prefill-size",
+    "dtype": "--dtype",
+    "model": "--model",
+}
+"""Settings that `plan` has options of its own for, and reads nowhere else."""
+
+
+def spec_of(shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
+    """Return what checks before a start look at of a model; its weights are not at hand."""
+    return ModelSpec(
+        architecture=architecture_of_config(config).name,
+        num_layers=shape.num_layers,
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        hidden_size=shape.hidden_size,
+        max_context=max(1, shape.max_context),
+        dtype="bfloat16",
+        model_hash="",
+        windowed_layers=shape.windowed_layers,
+        linear_layers=shape.linear_layers,
+    )
+
+
+def asked_placement(
+    settings: ServeSettings, spec: ModelSpec, num_gpus: int
+) -> tuple[int | None, int | None]:
+    """Return the GPUs of the model and of the cache; None for a number that is left open.
+
+    Both mean what they mean to `serve`: with `cache_ranks` alone the model is on one GPU. Raises
+    `SettingsError` or `PolicyError`, with what to do, if `serve` would refuse `settings`, or there
+    are fewer than these GPUs.
+    """
+    from tandemkv.server.checks.preflight import check_channels, check_model
+
+    from .placement_choice import check_contradictions
+
+    check_model(settings, spec, {})
+    check_channels(settings.selection, spec)
+    tp_size, cache_ranks = settings.tensor_parallel, settings.cache_ranks
+    if cache_ranks is None and "tensor_parallel" not in settings.model_fields_set:
+        return None, None
+    if spec.num_kv_heads % tp_size:
+        raise SettingsError(
+            f"tensor_parallel={tp_size}: several GPUs would have the same one of "
+            f"{spec.num_kv_heads} KV heads, for which plan has no figures; use --tp "
+            f"{spec.num_kv_heads} at most"
+        )
+    if cache_ranks is not None:
+        check_contradictions(settings, spec, settings.placement_on("cuda"))
+    num_needed = tp_size + (cache_ranks or 0)
+    if num_needed > num_gpus:
+        counts = {"--tp": tp_size if tp_size > 1 else 0, "--cache-ranks": cache_ranks or 0}
+        lower = " or ".join(name for name, count in counts.items() if count)
+        raise SettingsError(
+            f"tensor_parallel={tp_size} and cache_ranks={cache_ranks or 0} take {num_needed} GPUs, "
+            f"and gpus={num_gpus}; use --gpus {num_needed}, or a lower {lower}"
+        )
+    return tp_size, cache_ranks
