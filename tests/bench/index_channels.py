@@ -29,6 +29,7 @@ from tandemkv.server.evaluation.tokenizing import load_tokenizer
 SINK, RECENT, BUDGET, PAGE, ASKED = 4, 128, 384, 128, range(512, 0, -16)
 Maps = tuple[torch.Tensor, torch.Tensor]
 """Of queries and of keys, ``[H, D, R]`` each, float64."""
+SHORT_TOKENS = 1024
 
 
 def channels(products: torch.Tensor, best: Callable[[torch.Tensor], torch.Tensor]) -> Maps:
@@ -57,8 +58,10 @@ def _roots(moments: torch.Tensor) -> Maps:
     return (vectors * root[:, None]) @ vectors.mT, (vectors / root[:, None]) @ vectors.mT
 
 
-def all_maps(measurement: ChannelMeasurement, layer: int, count: int) -> dict[str, Maps]:
-    """Return what is compared, by name."""
+def all_maps(
+    measurement: ChannelMeasurement, short: ChannelMeasurement, layer: int, count: int
+) -> dict[str, Maps]:
+    """Return what is compared, by name; `short` has read as many tokens in short texts."""
     queries, keys = measurement.moments(layer)
     products, every = queries * keys, torch.eye(keys.shape[-1]).double().expand_as(keys)
     generator = torch.Generator().manual_seed(layer)
@@ -66,6 +69,9 @@ def all_maps(measurement: ChannelMeasurement, layer: int, count: int) -> dict[st
     return {
         "all": (every, every),
         "dropped one after another": channels(products, lambda x: keep(x, count).channels),
+        "likewise, of short texts": channels(
+            short.products(layer), lambda x: keep(x, count).channels
+        ),
         "largest product": channels(
             products, lambda x: x.diagonal(dim1=1, dim2=2).topk(count).indices
         ),
@@ -125,12 +131,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     spec, tokenizer = read_model_spec(args.model, dtype="float32"), load_tokenizer(args.model)
-    measurement = ChannelMeasurement(args.model, spec, dtype="float32")
+    measurement, short = (ChannelMeasurement(args.model, spec, dtype="float32") for _ in "ab")
     reference = tokenizer.encode(language_reference(), add_special_tokens=False)
     for start in (0, 40_000):
         measurement.add(reference[start : start + args.tokens])
+        for first in range(start, start + args.tokens, SHORT_TOKENS):
+            short.add(reference[first : first + SHORT_TOKENS])
     layers = range(spec.num_layers)
-    missed = Missed({layer: all_maps(measurement, layer, args.channels) for layer in layers})
+    missed = Missed({x: all_maps(measurement, short, x, args.channels) for x in layers})
 
     def look(layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
         missed.add(layer, query, key, spec.scale)

@@ -17,7 +17,7 @@ Pool = Callable[[torch.Tensor], torch.Tensor]
 
 
 def load_network(model_dir: Path, dtype: str, **options: Any) -> Any:
-    """Return a model on the CPU, to compute in torch's `dtype` of that name."""
+    """Return a model on torch's default device, to compute in its `dtype` of that name."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -56,7 +56,7 @@ class TextAttention:
 
 
 class AttentionRecorder:
-    """A model on CPU with eager attention, whose layers are read by hooks, one at a time."""
+    """A model with eager attention, whose layers are read by hooks, one at a time."""
 
     def __init__(self, model_dir: Path, model: ModelSpec, *, dtype: str, pool: Pool) -> None:
         self._network = load_network(model_dir, dtype, attn_implementation="eager")

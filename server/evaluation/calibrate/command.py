@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -28,9 +28,16 @@ from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 
+if TYPE_CHECKING:
+    import torch
+
 Method = Literal["kascade", "sync_kv", "look_ahead"]
 METHODS = get_args(Method)
 _DTYPES = ("float32", "bfloat16")
+_DEVICES = ("cpu", "cuda")
+_SHORT_TEXTS, _SHORT_TOKENS = 32, 1000
+# Rotation turns some channels so slowly that short texts tell nothing of them (decision record 35).
+_LONG_TEXTS, _LONG_TOKENS = 3, 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +58,19 @@ class Request:
     text: Annotated[
         list[Path] | None, option("UTF-8 text to read, may be repeated.", metavar="FILE")
     ] = None
-    texts: Annotated[int, option("Texts to read.", min=1, max=10000)] = 32
-    tokens: Annotated[int, option("Tokens of each text.", min=16, max=65536)] = 1000
+    texts: Annotated[
+        int | None,
+        option("Texts to read. Default 32; 3 with --index-channels.", min=1, max=10000),
+    ] = None
+    tokens: Annotated[
+        int | None,
+        option(
+            "Tokens of each text. Default 1000; with --index-channels as many as the model takes, "
+            f"up to {_LONG_TOKENS}: give as many as requests have, if there is time.",
+            min=16,
+            max=131072,
+        ),
+    ] = None
     top_k: Annotated[
         int, option("kascade, sync_kv: size of the sets compared.", min=1, max=4096)
     ] = 64
@@ -62,6 +80,9 @@ class Request:
         int, option("look_ahead: layers from the residual stream to the query.", min=1, max=8)
     ] = 1
     dtype: Annotated[str, option("To compute in.", metavar="|".join(_DTYPES))] = "float32"
+    device: Annotated[
+        str, option("Where the model runs; cuda is much faster.", metavar="|".join(_DEVICES))
+    ] = "cpu"
 
     def __post_init__(self) -> None:
         """Refuse unknown names, and texts that are too short."""
@@ -73,20 +94,21 @@ class Request:
             raise SettingsError(
                 f"index_channels={self.index_channels} must be a multiple of {STEP}"
             )
-        for name, allowed in (("policy", METHODS), ("dtype", _DTYPES)):
+        for name, allowed in (("policy", METHODS), ("dtype", _DTYPES), ("device", _DEVICES)):
             given = getattr(self, name)
             if given is not None and given not in allowed:
                 raise SettingsError(f"{name}={given} must be one of {', '.join(allowed)}")
-        if self.policy in ("kascade", "sync_kv") and self.tokens <= 2 * self.top_k:
+        tokens = self.tokens or _SHORT_TOKENS
+        if self.policy in ("kascade", "sync_kv") and tokens <= 2 * self.top_k:
             raise SettingsError(
-                f"tokens={self.tokens} must be more than twice top_k={self.top_k}: shorter texts "
+                f"tokens={tokens} must be more than twice top_k={self.top_k}: shorter texts "
                 "tell nothing"
             )
 
 
 @takes(Request)
 def calibrate(request: Request) -> None:
-    """Run a model over text on the CPU, and write a calibration file for a policy or the index.
+    """Run a model over text, and write a calibration file for a policy or the index.
 
     Without --text the reference that Python carries is read. The file is for this model only.
     """
@@ -95,15 +117,25 @@ def calibrate(request: Request) -> None:
     console = Console(stderr=True, highlight=False)
     with console.status(f"looking for {request.model} ...") as shown:
         model_dir = resolve_model(request.model, shown.update)
-    if request.policy == "look_ahead":
-        summary = fit_queries(model_dir, request, console)
-    elif request.index_channels is not None:
-        summary = find_channels(model_dir, request, console)
-    else:
-        found = measure(model_dir, request, console)
-        write_calibration(found, request.out)
-        summary = _summary(found)
+    with on_device(request.device):
+        if request.policy == "look_ahead":
+            summary = fit_queries(model_dir, request, console)
+        elif request.index_channels is not None:
+            summary = find_channels(model_dir, request, console)
+        else:
+            found = measure(model_dir, request, console)
+            write_calibration(found, request.out)
+            summary = _summary(found)
     console.print(f"[green]ok[/]  {request.out}: {summary}")
+
+
+def on_device(device: str) -> torch.device:
+    """Return what, entered, has model and sums on `device`; raises `SettingsError` without one."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device=cuda: torch sees no GPU; drop --device")
+    return torch.device(device)
 
 
 def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
@@ -213,15 +245,17 @@ def _spec_and_texts(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts
             f"{len(spec.linear_layers)} of {spec.num_layers} are linear attention; use `tandemkv "
             f"serve` {instead}"
         )
-    if request.tokens > spec.max_context:
-        raise CalibrationError(
-            f"tokens={request.tokens}: the model takes {spec.max_context} at most"
-        )
+    num_texts, num_tokens = _SHORT_TEXTS, _SHORT_TOKENS
+    if request.index_channels is not None:
+        num_texts, num_tokens = _LONG_TEXTS, min(_LONG_TOKENS, spec.max_context)
+    num_tokens = request.tokens or num_tokens
+    if num_tokens > spec.max_context:
+        raise CalibrationError(f"tokens={num_tokens}: the model takes {spec.max_context} at most")
     corpus = cut_texts(
         request.text or (),
         load_tokenizer(model_dir),
-        num_texts=request.texts,
-        num_tokens=request.tokens,
+        num_texts=request.texts or num_texts,
+        num_tokens=num_tokens,
     )
     return spec, corpus
 

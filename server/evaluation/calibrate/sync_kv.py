@@ -38,7 +38,7 @@ def cluster_heads(
         raise CalibrationError(
             "K-Means needs scikit-learn: pip install 'tandemkv[calibration]'"
         ) from error
-    distance = (similarity.max() - similarity).double()
+    distance = (similarity.max() - similarity).double().cpu()
     found = KMeans(n_clusters=num_clusters, n_init=10, random_state=0).fit(distance.numpy())
     labels = found.labels_.tolist()
     order = list(dict.fromkeys(labels))

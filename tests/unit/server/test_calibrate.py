@@ -248,12 +248,19 @@ def test_a_whole_run_writes_a_file_that_serves(
         (["--policy", "quest"], "policy=quest must be one of"),
         (["--top-k", "20"], "more than twice"),
         (["--tokens", "300"], "the model takes 256"),
+        (["--device", "gpu"], "device=gpu must be one of cpu, cuda"),
+        (["--device", "cuda"], "device=cuda: torch sees no GPU; drop --device"),
         (["--text", "/nonexistent"], "cannot be read"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(
-    tiny_model: Path, tmp_path: Path, changes: list[str], match: str
+    tiny_model: Path,
+    tmp_path: Path,
+    changes: list[str],
+    match: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = ["calibrate", str(tiny_model), "--policy", "kascade", "--out", str(tmp_path / "x")]
     sizes = ["--tokens", "40", "--top-k", "4"]
     result = CliRunner().invoke(app, [*arguments, *sizes, *changes])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import Result
 from rich.console import Console
+from safetensors import safe_open
 from tiny_calibrated import make_tiny_model
 from typer.testing import CliRunner
 
@@ -91,6 +92,16 @@ def test_a_whole_run_finds_what_scores_of_unseen_text_rest_on(tiny: Path, found:
             others = sorted(set(range(64)) - set(kept.tolist()))
             missed = products[head][others][:, others].sum()
             assert missed < products[head][kept][:, kept].sum()
+
+
+def test_texts_are_as_long_as_the_model_takes(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "channels.safetensors"
+    arguments = ["calibrate", str(tiny), "--index-channels", "32", "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    longest = read_model_spec(tiny, dtype="float32").max_context
+    with safe_open(out, "pt") as file:
+        assert file.metadata()["num_tokens"] == str(3 * longest)
 
 
 def settings_for(tiny: Path, path: Path | str, **selection: object) -> ServeSettings:
