@@ -50,6 +50,8 @@ LIMITS_S = {
     "cold": 12.0, "standby": 3.0, "message": 12.0, "message_standby": 6.0, "shards": 12.0,
     "gpu": 15.0, "gpu_standby": 3.0, "gpu_message": 15.0,
 }  # fmt: skip
+ANNOUNCED_US = {"announcement_p50_us": 25.0, "announcement_p99_us": 100.0}
+"""From the announcement of a step to the launch of its graph between two GPUs, at most."""
 _READY_S, _PROMPTS_S = 120.0, 400.0
 _APART_S = 0.02
 
@@ -337,6 +339,8 @@ def campaign(
     with ours(settings, device=load.device) as server:
         want = undisturbed(server, prompts, new_tokens)
         is_stable = undisturbed(server, prompts, new_tokens) == want
+        reported = cache_ranks(server)[0]["values"].items()
+        announcements = {key: value for key, value in reported if key in ANNOUNCED_US}
         rows = []
         for _ in range(repetitions):
             if standby:
@@ -350,6 +354,7 @@ def campaign(
     return {
         "is_stable": is_stable,
         "longest_pause_s": longest_ms / 1e3,
+        "announcements": announcements,
         "repetitions": rows,
         "processes_left": len(left),
         "files_left": files,
@@ -387,6 +392,9 @@ def judge(checks: Checks, name: str, found: list[dict[str, Any]], num_requests: 
     checks.add(f"{name}: rows and slots left", left, "0", left == 0)
     left = sum(each["processes_left"] + len(each["files_left"]) for each in found)
     checks.add(f"{name}: processes and files left", left, "0", left == 0)
+    for key, limit in ANNOUNCED_US.items() if name in ("gpu", "gpu_standby") else ():
+        longest = max(each["announcements"][key] for each in found)
+        checks.add(f"{name}: {key}", longest, f"<= {limit:g}", longest <= limit)
     seeded = sum(row["reseeded_rows"] for row in rows)
     checks.add(f"{name}: resident sets seeded anew", seeded, "0", seeded == 0)
 
