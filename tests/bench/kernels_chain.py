@@ -9,7 +9,8 @@ replay, so that rows are fetched as in decoding. ``--filter`` tries tokens, warp
 the pass that filters scores, ``--scan`` as ``--tuning`` of kernels_score.py does; ``--pool 1 0``
 chooses by scores pooled over neighbours. ``--samples 128`` weighs samples too; ``--chained``
 launches kernels as on a GPU that does nothing but select; ``--width`` is the longest context that
-is allowed for, by default the length; ``--page`` how many tokens share scales; ``--queries 0``
+is allowed for, by default the length; ``--page`` how many tokens share scales; ``--channels 64``
+has an index of a part of them; ``--queries 0``
 makes all scores of a head equal, as SGLang's dummy weights do. The choice is compared with the
 reference first.
 """
@@ -33,7 +34,11 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     """Build `args.layers` layers; returns what enqueues one step, of all of them."""
     reqs, length, device = args.requests, args.length, torch.device("cuda")
     num_pages, page = reqs * length // args.page + 1, args.page
-    pools = [make_pool(args.index, num_pages, page) for _ in range(args.layers)]
+    pools = [make_pool(args.index, num_pages, page, args.channels) for _ in range(args.layers)]
+    channels = None
+    if args.channels < DIM:
+        kept = [torch.randperm(DIM, device=device)[: args.channels] for _ in range(HEADS)]
+        channels = torch.stack(kept)
     kv = torch.randn(2, num_pages * page, HEADS, DIM, device=device).bfloat16()
     res = torch.zeros(2, reqs + 1, args.resident, HEADS, DIM, device=device).bfloat16()
     books = torch.arange(args.resident, device=device, dtype=torch.int32)
@@ -56,6 +61,7 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     mirror_scratch = make_mirror_scratch(reqs, HEADS, width, device, may_repeat=False)
     options = {
         "width": width, "scale": DIM**-0.5, "page_size": page, "pooled_positions": args.pool,
+        "channels": channels,
     }  # fmt: skip
 
     def select(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,6 +113,7 @@ def main() -> None:
     for name, default in (
         ("length", 65536), ("width", 0), ("requests", 8), ("layers", 8), ("k", 2048),
         ("resident", 4100), ("cap", 128), ("samples", 0), ("replays", 30), ("page", PAGE),
+        ("channels", DIM),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--pool", nargs=2, type=int, default=(0, 0), metavar=("BEFORE", "AFTER"))

@@ -28,22 +28,22 @@ MIN_ROTATED_BYTES = 1 << 30
 
 
 def make_pool(
-    index: str, num_pages: int, page: int = PAGE
+    index: str, num_pages: int, page: int = PAGE, dim: int = DIM
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys of one layer: random bits are as good as quantized keys."""
     cuda = torch.device("cuda")
     if index == "bf16":
-        keys = torch.randn(num_pages * page, HEADS, DIM, device=cuda, dtype=torch.bfloat16)
+        keys = torch.randn(num_pages * page, HEADS, dim, device=cuda, dtype=torch.bfloat16)
         return keys, None
     if index == "int8":
         codes = torch.randint(
-            -127, 128, (num_pages * page, HEADS, DIM), device=cuda, dtype=torch.int8
+            -127, 128, (num_pages * page, HEADS, dim), device=cuda, dtype=torch.int8
         )
         return codes, torch.rand(codes.shape[:2], device=cuda) * 0.02 + 0.01
     codes = torch.randint(
-        0, 256, (num_pages, HEADS, page, DIM // 2), device=cuda, dtype=torch.uint8
+        0, 256, (num_pages, HEADS, page, dim // 2), device=cuda, dtype=torch.uint8
     )
-    scales = torch.rand(num_pages, HEADS, 2, DIM, device=cuda, dtype=torch.float16)
+    scales = torch.rand(num_pages, HEADS, 2, dim, device=cuda, dtype=torch.float16)
     scales[:, :, 0].mul_(0.2).add_(0.1)
     scales[:, :, 1].add_(-2.5)
     return codes, scales
@@ -95,19 +95,20 @@ def kernel_times(name: str, run: Callable[[], None], num_layers: int) -> Iterato
 
 
 def measure(index: str, length: int, num_reqs: int, args: argparse.Namespace) -> Iterator[dict]:
-    num_pages = num_reqs * length // PAGE + 1
-    first = make_pool(index, num_pages)
+    page, dim = args.page, args.dim
+    num_pages = num_reqs * length // page + 1
+    first = make_pool(index, num_pages, page, dim)
     key_bytes = sum(part.nbytes for part in first if part is not None)
     num_layers = max(2, -(-MIN_ROTATED_BYTES // key_bytes))
-    pools = [first, *(make_pool(index, num_pages) for _ in range(num_layers - 1))]
+    pools = [first, *(make_pool(index, num_pages, page, dim) for _ in range(num_layers - 1))]
     table = (torch.randperm(num_pages - 1, device="cuda").int() + 1).view(num_reqs, -1)
-    q = torch.randn(num_reqs, QO_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(num_reqs, QO_HEADS, dim, device="cuda", dtype=torch.bfloat16)
     lo = torch.full((num_reqs,), 4, dtype=torch.int32, device="cuda")
     hi = torch.full((num_reqs,), length - 64, dtype=torch.int32, device="cuda")
     out = torch.zeros(num_reqs, HEADS, length, device="cuda")
     scratch = make_score_scratch(num_reqs, QO_HEADS, HEADS, length, out.device)
     for pooling in args.poolings:
-        options = {"width": length, "scale": DIM**-0.5, "pooling": pooling, "page_size": PAGE}
+        options = {"width": length, "scale": dim**-0.5, "pooling": pooling, "page_size": page}
 
         def run(pooling_options: dict = options) -> None:
             for pool, scale in pools:
@@ -149,6 +150,8 @@ def main() -> None:
     parser.add_argument("--poolings", nargs="+", default=list(POOLINGS), choices=POOLINGS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 65536])
     parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=DIM, help="channels that the keys have")
+    parser.add_argument("--page", type=int, default=PAGE, help="tokens of a page; 128 is served")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument(
         "--tuning", nargs="*", default=[], metavar="INDEX=N,STAGES,WARPS,PROGRAMS,REGS"

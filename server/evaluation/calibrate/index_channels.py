@@ -25,8 +25,6 @@ from .attention import load_network
 
 SKIPPED_TOKENS = 4
 """First tokens of a text, whose keys are like no others: they are always attended to."""
-_NAME = "tandemkv-moments"
-
 
 Look = Callable[[int, torch.Tensor, torch.Tensor], None]
 """What is told a layer, its queries ``[Hq, T, D]`` and its keys ``[H, T, D]``."""
@@ -49,9 +47,10 @@ class ChannelMeasurement:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-        AttentionInterface.register(_NAME, self._attend)
-        AttentionMaskInterface.register(_NAME, sdpa_mask)
-        self._network = load_network(model_dir, dtype, attn_implementation=_NAME)
+        name = f"tandemkv-moments-{id(self)}"  # known to the whole process
+        AttentionInterface.register(name, self._attend)
+        AttentionMaskInterface.register(name, sdpa_mask)
+        self._network = load_network(model_dir, dtype, attn_implementation=name)
         self._look: Look = self._add_up
         shape = (model.num_kv_heads, model.head_dim, model.head_dim)
         layers = indexed_layers(model)

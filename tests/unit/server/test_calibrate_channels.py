@@ -104,6 +104,14 @@ def test_texts_are_as_long_as_the_model_takes(tiny: Path, tmp_path: Path) -> Non
         assert file.metadata()["num_tokens"] == str(3 * longest)
 
 
+def test_two_measurements_of_a_process_read_each_its_own_texts(tiny: Path) -> None:
+    spec = read_model_spec(tiny, dtype="float32")
+    one, other = (ChannelMeasurement(tiny, spec, dtype="float32") for _ in "ab")
+    one.add(range(1, 60))
+    assert one.products(1).any()
+    assert not other.products(1).any()
+
+
 def settings_for(tiny: Path, path: Path | str, **selection: object) -> ServeSettings:
     given = {"index_channels": str(path), "index_dtype": "int8", **selection}
     return ServeSettings.model_validate({"model": str(tiny), "selection": given})
