@@ -77,7 +77,7 @@ def main() -> None:
         banner="READY",
         sglang_pulse=lambda: pulse("sglang"),
         rules=RestartRules(
-            hang_timeout_s=1.0,
+            hang_timeout_s=3.0,
             start_timeout_s=float(rest[0]) if rest else 20.0,
             max_restarts=2,
             first_backoff_s=0.1,

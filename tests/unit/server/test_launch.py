@@ -201,7 +201,7 @@ def test_a_rank_that_hangs_is_ended_and_started_again(
     assert len(launched.pids(name)) == 2
     reason = "its work has not moved for 7 s" if state == "stalled" else f"{name} does not answer"
     assert reason in launched.text()
-    assert "allowed are 1 s (--hang-timeout-s)" in launched.text()
+    assert "allowed are 3 s (--hang-timeout-s)" in launched.text()
     launched.process.terminate()
     assert launched.wait() == 0
     assert_all_gone(launched.pids())
@@ -225,8 +225,8 @@ def test_a_rank_that_is_busy_and_moves_is_left_alone(
     launched = launch("serve", "serve")
     launched.wait_for("READY")
     for name in ("cache", "sglang"):
-        (tmp_path / f"{name}.stalled").write_text("0.9")
-    time.sleep(3.0)  # three times what may pass without progress
+        (tmp_path / f"{name}.stalled").write_text("2.7")
+    time.sleep(6.0)  # twice what may pass without progress
     assert "hangs" not in launched.text()
     assert len(launched.pids()) == 2
 
