@@ -58,9 +58,9 @@ _PLANNED = {*_PLACED, "cache.kv_dtype", *(f"selection.{key}" for key in _KEYS)}
 PLAN_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key in _PLANNED)
 _TEXTS = {
     "cache_ranks": "Plan one placement alone. 0: in SGLang's process; n: on n GPUs more, each with "
-    "a part of the KV heads; n is a multiple of --tp. Default: what --gpus allow, compared.",
-    "tensor_parallel": "GPUs that the model is split over (tensor parallel). Default: with "
-    "--cache-ranks 1, without it what --gpus allow, compared.",
+    "a part of the KV heads; n is a multiple of --tp. Default: all that --gpus allow, compared.",
+    "tensor_parallel": "GPUs that the model is split over (tensor parallel). Default: 1 with "
+    "--cache-ranks; without it all that --gpus allow, compared.",
     "selection.index_dtype": "Precision of scans. Default: what serve takes on GPUs, int4 for most "
     "policies.",
 }
@@ -89,19 +89,19 @@ def plan(
     gpu_memory: Annotated[
         float | None,
         option(
-            "Memory of each GPU, as programs see it. Default: that of the smallest GPU here, "
-            "without any 139, an H200's.",
+            "Memory of each GPU, as programs see it. Default: that of the smallest GPU of this "
+            "machine; where there is none 139, an H200's.",
             min=1,
             max=4096,
             metavar="GIB",
         ),
     ] = None,
-    context: Annotated[int, option("Of one request, e.g. 64k.", **_TOKENS)] = 65536,
+    context: Annotated[int, option("Length of one request, e.g. 64k.", **_TOKENS)] = 65536,
     concurrency: Annotated[
         int, option("Requests that decode together.", min=1, max=4096, **_NUMBER)
     ] = 8,
     cache_tokens: Annotated[
-        int | None, option("KV capacity; default context x concurrency.", **_TOKENS)
+        int | None, option("Tokens whose K/V are held. Default: context x concurrency.", **_TOKENS)
     ] = None,
     chunked_prefill_size: Annotated[
         int,
@@ -129,8 +129,9 @@ def plan(
 ) -> None:
     """Say what fits on which GPUs, the predicted time per token, and what to choose.
 
-    With --cache-ranks it is about that placement alone, with --tp about those that have as many
-    GPUs for the model.
+    By default all placements that --gpus allow are compared.
+
+    --cache-ranks asks about one alone, --tp about those with so many GPUs.
 
     Exit code 1 if no placement of tandemkv fits.
     """

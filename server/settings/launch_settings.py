@@ -39,8 +39,8 @@ class ServeSettings(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Device of the model, and of all K/V but with lfps, which has them on the "
-        "host. auto: GPUs where there is one; too few for what is asked are refused.",
+        description="Device of the model and of all K/V; with lfps K/V are in host memory. "
+        "auto: GPUs if there are any. Fewer GPUs than asked for are refused.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."
@@ -54,8 +54,8 @@ class ServeSettings(BaseModel):
         le=_MOST_CACHE_RANKS,
         description="0: inside SGLang's process; n: n processes, each with a part of the KV heads "
         "and on GPUs a GPU of its own. n is a multiple of --tp, or on a CPU a divisor of it. lfps "
-        "beside a GPU has one, on the host's CPU. Default: on a CPU as many as --tp; "
-        "on GPUs 0 or, with one GPU for the model, 1, by the times that `tandemkv plan` predicts.",
+        "beside a GPU has one, on the host's CPU. Default: on a CPU as many as --tp; on GPUs 0 or, "
+        "with one GPU for the model, 1, whichever `tandemkv plan` predicts to be faster.",
     )
     transport: Link | None = Field(
         None,

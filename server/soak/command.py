@@ -33,9 +33,11 @@ class SoakRequest:
         str | None,
         typer.Argument(help="Model to start a server with; what follows -- goes to `serve`."),
     ] = None
-    url: Annotated[str | None, option("Use the server that runs there instead.")] = None
+    url: Annotated[
+        str | None, option("Address of a running server, to use instead of a new one.")
+    ] = None
     duration: Annotated[float, option("Seconds of load.", min=10, max=7 * 86400)] = 180.0
-    seed: Annotated[int, option("Decides requests and faults.")] = 1
+    seed: Annotated[int, option("Decides which requests are sent and which faults are caused.")] = 1
     concurrency: Annotated[int, option("Requests at once.", min=1, max=1024)] = 4
     faults: Annotated[
         str | None,
@@ -45,10 +47,12 @@ class SoakRequest:
         ),
     ] = None
     calm: Annotated[float, option("Mean seconds between two kills or stops.", min=1)] = 45.0
-    longest: Annotated[int, option("About how many tokens it has.", "--longest-prompt", min=64)] = (
-        600
-    )
-    ready_within: Annotated[float, option("Longest seconds from crash to ready.", min=1)] = 60.0
+    longest: Annotated[
+        int, option("Tokens of the longest prompt, about.", "--longest-prompt", min=64)
+    ] = 600
+    ready_within: Annotated[
+        float, option("Seconds that a server may take from a crash until it is ready.", min=1)
+    ] = 60.0
     expect_no_loss: Annotated[
         bool, option("Fail if the loss of a cache rank ends a single request.", "--expect-no-loss")
     ] = False
@@ -61,7 +65,7 @@ class SoakRequest:
 
 @takes(SoakRequest)
 def soak(request: SoakRequest) -> None:
-    """Load a server, kill and stop its ranks, and judge what it was left as.
+    """Load a server, kill and stop its ranks, and judge answers and leftovers.
 
     Requests are mixed; some are bad, or given up in mid-stream.
 

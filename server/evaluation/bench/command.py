@@ -37,7 +37,11 @@ class DecodeRequest:
         "1x8k,1x64k,8x8k,8x64k"
     )
     config: Annotated[
-        list[str] | None, option("Configuration to run, in order; may be repeated.")
+        list[str] | None,
+        option(
+            "Configuration to run; may be repeated. Default: dense-tp1, and without --grid "
+            "in-process-tp1."
+        ),
     ] = None
     configurations: Annotated[
         Path | None, option("YAML with more configurations.", metavar="FILE")
@@ -46,16 +50,24 @@ class DecodeRequest:
         Path | None,
         option("YAML of settings to time on one GPU, as for `quality --grid`.", metavar="FILE"),
     ] = None
-    headline: Annotated[str | None, option("Whose ratios get the short names.")] = None
+    headline: Annotated[
+        str | None,
+        option(
+            "Configuration whose ratio to dense-tp2 is named tpot_ratio_vs_tp2_*. "
+            "Default: the first of ours."
+        ),
+    ] = None
     shape: Annotated[str, option("Built-in shape, run with dummy weights.")] = "qwen3-8b"
-    model: Annotated[Path | None, option("Model directory whose config is used instead.")] = None
+    model: Annotated[
+        Path | None, option("Model directory whose config.json is used instead of --shape.")
+    ] = None
     tokenizer: Annotated[str, option("Directory with any tokenizer, or smollm2.")] = "smollm2"
     output_tokens: Annotated[int, option("Tokens decoded in each run.", min=3)] = 32
     timeout_s: Annotated[float, option("Longest run of one child.", min=1)] = 1800.0
     profile: Annotated[bool, option("Save Chrome traces of three decode steps.", "--profile")] = (
         False
     )
-    work_dir: Annotated[Path | None, option("Keep logs and traces here.")] = None
+    work_dir: Annotated[Path | None, option("Folder to keep logs and traces in.")] = None
     out: OutOption = None
 
 

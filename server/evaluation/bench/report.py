@@ -23,7 +23,7 @@ SCHEMA = 1
 
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="Default ./NAME.json, of the subcommand."),
+    typer.Option("--out", metavar="FILE", help="Report to write. Default: ./SUBCOMMAND.json."),
 ]
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_.+-]+$", max_length=160)]

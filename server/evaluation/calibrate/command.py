@@ -45,11 +45,13 @@ class Request:
     """Options of ``tandemkv calibrate``."""
 
     model: Annotated[str, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")]
-    policy: Annotated[str | None, option("For whom.", metavar="|".join(METHODS))] = None
+    policy: Annotated[
+        str | None, option("Policy that the file is for.", metavar="|".join(METHODS))
+    ] = None
     index_channels: Annotated[
         int | None,
         option(
-            "Instead of --policy: how many channels of keys an index is to have.",
+            "Instead of --policy: how many channels of each key the index keeps.",
             min=STEP,
             max=1024,
         ),
@@ -75,11 +77,13 @@ class Request:
         int, option("kascade, sync_kv: size of the sets compared.", min=1, max=4096)
     ] = 64
     anchors: Annotated[int, option("kascade: anchor layers.", "--num-anchors", min=1, max=1024)] = 5
-    clusters: Annotated[int, option("sync_kv: N_r.", "--num-clusters", min=1, max=1024)] = 2
+    clusters: Annotated[
+        int, option("sync_kv: clusters of KV heads a layer.", "--num-clusters", min=1, max=1024)
+    ] = 2
     distance: Annotated[
         int, option("look_ahead: layers from the residual stream to the query.", min=1, max=8)
     ] = 1
-    dtype: Annotated[str, option("To compute in.", metavar="|".join(_DTYPES))] = "float32"
+    dtype: Annotated[str, option("Type to compute in.", metavar="|".join(_DTYPES))] = "float32"
     device: Annotated[
         str, option("Where the model runs; cuda is much faster.", metavar="|".join(_DEVICES))
     ] = "cpu"
@@ -110,7 +114,9 @@ class Request:
 def calibrate(request: Request) -> None:
     """Run a model over text, and write a calibration file for a policy or the index.
 
-    Without --text the reference that Python carries is read. The file is for this model only.
+    Without --text the language reference that comes with Python is read.
+
+    The file is for this model only.
     """
     from tandemkv.server.checks.preflight import resolve_model
 

@@ -60,13 +60,16 @@ class Request:
         "quality"
     )
     context_tokens: Annotated[
-        str, option("Length of the prompts; of several, e.g. 8k,32k, every task comes at each.")
+        str,
+        option("Length of the prompts. With several, e.g. 8k,32k, every task is asked at each."),
     ] = "4096"
     forced_tokens: Annotated[int, option("Tokens forced or continued a text.", min=17)] = 128
     long_tokens: Annotated[
         int, option("Tokens forced a text by the tasks long_generation*.", min=64)
     ] = 8000
-    max_new_tokens: Annotated[int | None, option("Instead of each task's own.", min=1)] = None
+    max_new_tokens: Annotated[
+        int | None, option("Longest answer, instead of each task's own.", min=1)
+    ] = None
     corpus: Annotated[
         list[Path] | None,
         option(
@@ -77,11 +80,11 @@ class Request:
     prompt_style: Annotated[
         PromptStyle, option("Plain completion, or the model's chat template.")
     ] = "raw"
-    seed: Annotated[int, option("Of the samples.")] = 0
+    seed: Annotated[int, option("Decides the samples.")] = 0
     jobs: Annotated[int, option("Servers at once; two to three cores each on cpu.", min=1)] = 1
     concurrency: Annotated[int, option("Requests at once, a server.", min=1, max=256)] = 4
     no_dense: Annotated[
-        bool, option("Leave stock SGLang out; nothing to compare with.", "--no-dense")
+        bool, option("Leave stock SGLang out; then there is nothing to compare with.", "--no-dense")
     ] = False
     device: Annotated[Literal["auto", "cpu", "cuda"], option("As for serve.")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("As for serve.")] = (
