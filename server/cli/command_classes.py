@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import select
+import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -50,6 +52,8 @@ class _Reporting:
             self._report(ctx, "interrupted")
             raise typer.Exit(130) from error
         except (OSError, ImportError, ValueError, RuntimeError, TypeError, LookupError) as error:
+            if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+                raise  # as with `| head`: click ends with 1, and says nothing
             text = " ".join(str(error).split()) or "no further message"
             self._report(ctx, f"{type(error).__name__}: {text}; `tandemkv --debug` shows where")
             raise typer.Exit(1) from error
@@ -59,6 +63,13 @@ class _Reporting:
         if ctx.params.get("debug"):
             typer.echo(traceback.format_exc(), err=True, nl=False)
         typer.echo(f"tandemkv: error: {message}", err=True)
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether `stream` is a pipe whose reader has gone."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 _METAVARS = {"str": "TEXT", "int": "INTEGER", "float": "NUMBER", "path": "PATH", "bool": SWITCH}

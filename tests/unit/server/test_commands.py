@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -232,3 +234,14 @@ def test_doctor_exit_code(
     assert result.exit_code == code
     assert "add [some]" in result.output
     assert level in result.output
+
+
+def test_a_reader_that_leaves_gets_no_error() -> None:
+    """As `head` does, once it has its lines."""
+    command = [sys.executable, "-P", "-m", "tandemkv.server", "policies"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
