@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .fitted_file import FittedFile, write_fitted_file
@@ -40,14 +41,22 @@ def read_index_channels(
 
     `heads` are KV heads of the whole model. A layer that the file lacks has those of another: only
     an engine that is measured has one, and takes as long with any. Raises `SettingsError` if the
-    file cannot be read.
+    file cannot be read, or names channels that there are not.
     """
     if selection.index_channels is None:
         return {}
     file = _open(selection.index_channels)
     any_layer = next(iter(file.shapes), "")
     names = {x: name if (name := f"layers.{x}") in file.shapes else any_layer for x in layers}
-    return {layer: file.rows(name, heads).long() for layer, name in names.items()}
+    found = {layer: file.rows(name, heads).long() for layer, name in names.items()}
+    size = int(file.about.get("head_dim", "0"))
+    for layer, channels in found.items():  # no kernel looks whether a query has them
+        if channels.min() < 0 or channels.max() >= size:
+            raise SettingsError(
+                f"index_channels={selection.index_channels}: layers.{layer} names channels that "
+                f"keys of {size} do not have; make the file again"
+            )
+    return found
 
 
 def check_index_channels(selection: SelectionSettings, model: ModelSpec) -> None:

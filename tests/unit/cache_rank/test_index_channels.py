@@ -130,6 +130,15 @@ def test_a_file_of_something_else_is_refused(path: str, tmp_path: Path) -> None:
         read_index_channels(selection, [0], range(1, 3))
     with pytest.raises(SettingsError, match=r"index_channels=.*none: cannot be read"):
         check_index_channels(SelectionSettings(index_channels=str(tmp_path / "none")), MODEL)
+    for wrong in (-1, DIM):
+        layers = some_channels()
+        layers[2][1, 0] = wrong
+        write_index_channels(tmp_path / "wrong", MODEL, layers, {})
+        beyond = SelectionSettings(index_channels=str(tmp_path / "wrong"))
+        with pytest.raises(
+            SettingsError, match=r"layers\.2 names channels that keys of \d+ do not"
+        ):
+            read_index_channels(beyond, [1, 2], range(HEADS))
     layers = some_channels()
     del layers[4]
     write_index_channels(tmp_path / "less", MODEL, layers, {})
