@@ -10,9 +10,8 @@ the pass that filters scores, ``--scan`` as ``--tuning`` of kernels_score.py doe
 chooses by scores pooled over neighbours. ``--samples 128`` weighs samples too; ``--chained``
 launches kernels as on a GPU that does nothing but select; ``--width`` is the longest context that
 is allowed for, by default the length; ``--page`` how many tokens share scales; ``--channels 64``
-has an index of a part of them; ``--queries 0``
-makes all scores of a head equal, as SGLang's dummy weights do. The choice is compared with the
-reference first.
+has an index of a part of each key; ``--queries 0`` makes all scores of a head equal, as SGLang's
+dummy weights do. The choice is compared with the reference first.
 """
 
 import argparse

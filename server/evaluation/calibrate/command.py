@@ -84,9 +84,7 @@ class Request:
         int, option("look_ahead: layers from the residual stream to the query.", min=1, max=8)
     ] = 1
     dtype: Annotated[str, option("Type to compute in.", metavar="|".join(_DTYPES))] = "float32"
-    device: Annotated[
-        str, option("Where the model runs; cuda is much faster.", metavar="|".join(_DEVICES))
-    ] = "cpu"
+    device: Annotated[str, option("Where the model runs.", metavar="|".join(_DEVICES))] = "cpu"
 
     def __post_init__(self) -> None:
         """Refuse unknown names, and texts that are too short."""
