@@ -40,6 +40,8 @@ class CostConstants:
     - `scan_fixed_us`, `scan_bandwidth_*`: lines through `bench kernels`, score_keys: native 151 and
       293 us at 8 x 32K and 8 x 64K, int8 95 and 181 (docs/benchmarks/kernels.json); int4 89 us at
       8 x 64K since.
+    - `scan_token_share`: of what channels that the index lacks would take, what goes by tokens and
+      stays. Fitted to steps with 64 of 128 channels (docs/benchmarks/decode_channels.json).
     - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice of int4 keys, 25, 33 to 38 and 37
       to 42 us at 8 x 32K, 64K and 96K (docs/benchmarks/codes.json). Of other keys 5 to 14 more.
     - `exchange_bandwidth`, `receive_bandwidth`: of the rows of a layer from one other GPU, over
@@ -74,6 +76,7 @@ class CostConstants:
     scan_bandwidth_native: float = 3.78e12
     scan_bandwidth_int8: float = 3.24e12
     scan_bandwidth_int4: float = 3.87e12
+    scan_token_share: float = 0.45
     topk_fixed_us: float = 17.0
     topk_bandwidth: float = 1.0e12
     exchange_bandwidth: float = 3.0e11
@@ -332,4 +335,7 @@ def scan_us(shape: ModelShape, load: Workload, num_shards: float, cost: CostCons
     """Return the time to score every key of one layer on one of its shards."""
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     size = keys * load.index_head_token_bytes(shape)
+    if load.index_channels is not None:
+        dropped = shape.head_dim / load.index_channels - 1
+        size *= 1 + cost.scan_token_share * dropped
     return cost.scan_fixed_us + size / cost.scan_bandwidth(load.index_dtype) * 1e6

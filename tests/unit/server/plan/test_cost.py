@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.server.plan.cost import (
+    H200,
     CostConstants,
     attention_us,
     exchange_us,
@@ -230,6 +231,27 @@ def test_rows_between_two_gpus_cost_what_was_measured(
     )  # fmt: skip
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1)
     assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("num_cache_gpus", "context", "measured_ms"),
+    [(0, 32768, 8.36), (0, 65536, 9.37), (1, 32768, 6.88), (1, 65536, 6.86), (1, 98304, 7.95)],
+)
+def test_a_scan_of_half_the_channels_costs_what_was_measured(
+    num_cache_gpus: int, context: int, measured_ms: float
+) -> None:
+    """decode_channels.json, 8 requests at the defaults, 64 of 128 channels."""
+    load = Workload.from_selection(
+        SelectionSettings(num_recent_tokens=128, late_layers=num_cache_gpus, index_dtype="int4"),
+        context_tokens=context,
+        concurrency=8,
+    )
+    kind = SEPARATE if num_cache_gpus else PlacementKind.IN_PROCESS
+    placement = Placement(kind=kind, tp_size=1, num_cache_gpus=num_cache_gpus)
+    half = replace(load, index_channels=64)
+    assert predict_step(placement, QWEN, half).tpot_ms == pytest.approx(measured_ms, rel=0.04)
+    whole = scan_us(QWEN, load, 1, H200)
+    assert scan_us(QWEN, replace(load, index_channels=128), 1, H200) == pytest.approx(whole)
 
 
 def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
