@@ -33,6 +33,8 @@ from .sharded import ShardedConnection
 from .signals import HostSignals
 
 _DECODE_KINDS = tuple(DecodeKind)
+_PROMPTS = DecodeKind.DENSE, 0
+"""What an engine is asked for to load the kernels of prompts."""
 
 
 class SharedLink:
@@ -69,8 +71,9 @@ class SharedLink:
         self._has_seeds = False
         self._seeded: dict[int, int] = {}
         # In the order of the captures: a graph takes memory that those before it have.
-        self._prepared: dict[tuple[DecodeKind, int], None] = {}
-        self._prepared_epoch = 0
+        self._captured: list[tuple[DecodeKind, int]] = []
+        self._ready: set[tuple[DecodeKind, int]] = set()
+        self._ready_epoch = 0
 
     @property
     def program(self) -> EngineProgram:
@@ -141,8 +144,9 @@ class SharedLink:
         if step.is_rehearsal:
             self._signals.mask()
             self._is_open = is_asked
-            if is_asked and (kind, len(step.rows)) not in self._prepared:
-                self._prepare(kind, len(step.rows))
+            if is_asked and (kind, len(step.rows)) not in self._captured:
+                self._captured.append((kind, len(step.rows)))
+                self._make_ready(_PROMPTS, self._captured[-1])
             return
         self._grow()
         if not is_asked:
@@ -267,9 +271,9 @@ class SharedLink:
         self.recover()
         connection = self._connection
         self.pass_step, self.is_void = None, False
-        if self._signals.is_captured and self._prepared_epoch != connection.epoch:
+        if self._signals.is_captured:
             try:
-                self._prepare_again()
+                self._make_ready_for(kind, _DECODE_KINDS[variant], len(rows))
             except CacheRankLostError:  # `begin` finds it lost as well
                 if self.breaks_off:
                     raise
@@ -318,28 +322,32 @@ class SharedLink:
         if self.breaks_off and not self._signals.is_captured:
             raise StepLostError(self._connection.lost_reason or "")
 
-    def _prepare(self, kind: DecodeKind, size: int) -> None:
-        """Let the engine capture its half of a step, and wait for it."""
-        if self._prepared_epoch != self._connection.epoch:
-            self._prepare_again()
-        self._prepared[kind, size] = None
-        self._ask(kind, size)
+    def _make_ready_for(self, entry: EntryKind, kind: DecodeKind, size: int) -> None:
+        """Let the engine of a new epoch load or capture what a step takes, when it comes first.
 
-    def _prepare_again(self) -> None:
-        """Let the engine of a new epoch load and capture all that there is."""
-        self._prepared_epoch = self._connection.epoch
-        self._ask(DecodeKind.DENSE, 0)
-        for kind, size in self._prepared:
-            self._ask(kind, size)
+        So requests that were interrupted wait for the graphs of their own steps, and not for all.
+        """
+        wanted: list[tuple[DecodeKind, int]] = []
+        if entry is EntryKind.EXTEND:
+            wanted = [_PROMPTS]
+        elif entry is EntryKind.DECODE and (kind, size) in self._captured:
+            wanted = self._captured[: self._captured.index((kind, size)) + 1]
+        if self._ready_epoch != self._connection.epoch or not self._ready.issuperset(wanted):
+            self._signals.drain()
+            self._make_ready(*wanted)
 
-    def _ask(self, kind: DecodeKind, size: int) -> None:
+    def _make_ready(self, *wanted: tuple[DecodeKind, int]) -> None:
         """Let all engines make ready at once; nothing happens once the epoch is lost."""
-        if self._connection.lost_reason is not None:
-            return
-        for part in self._connection.parts:
-            part.ask_to_prepare(variant=_DECODE_KINDS.index(kind), size=size)
-        for part in self._connection.parts:
-            part.await_prepared()
+        if self._ready_epoch != self._connection.epoch:
+            self._ready_epoch, self._ready = self._connection.epoch, set()
+        for kind, size in wanted:
+            if (kind, size) in self._ready or self._connection.lost_reason is not None:
+                continue
+            for part in self._connection.parts:
+                part.ask_to_prepare(variant=_DECODE_KINDS.index(kind), size=size)
+            for part in self._connection.parts:
+                part.await_prepared()
+            self._ready.add((kind, size))
 
     def _host_rows(self, rows: torch.Tensor) -> list[int]:
         """Return `rows` ``[B]`` on the host; all 0 on a GPU where nobody knows them."""

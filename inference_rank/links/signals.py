@@ -123,6 +123,9 @@ class HostSignals:
         for connection in self._all:
             connection.give_up()
 
+    def drain(self) -> None:
+        """Wait until what was queued has run: an engine captures while no step is under way."""
+
     def mask(self) -> None:
         """Let waits return at once and raises do nothing, until `begin`."""
 
@@ -250,6 +253,11 @@ class StreamSignals(HostSignals):
         self._previous.fill_(step)
         self._await_finished()
         return self.end()  # nothing else of this pass would tell what was lost
+
+    def drain(self) -> None:
+        """See `HostSignals.drain`."""
+        if self._step.is_cuda:
+            torch.cuda.current_stream(self._step.device).synchronize()
 
     def mask(self) -> None:
         """See `HostSignals.mask`."""

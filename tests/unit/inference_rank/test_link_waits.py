@@ -128,3 +128,54 @@ def test_a_step_that_waits_in_vain_is_lost(link: SharedLink, signals: Signals) -
     with pytest.raises(StepLostError):
         begin(link, DecodeKind.DENSE)
     assert link.is_void
+
+
+class Part:
+    """Notes what an engine is to make ready."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[DecodeKind, int]] = []
+
+    def ask_to_prepare(self, *, variant: int, size: int) -> None:
+        self.asked.append((tuple(DecodeKind)[variant], size))
+
+    def await_prepared(self) -> None:
+        """It is at once."""
+
+    def taken(self) -> list[tuple[DecodeKind, int]]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+def test_the_engine_of_a_new_epoch_captures_what_a_step_takes_when_it_comes_first(
+    link: SharedLink, signals: Signals
+) -> None:
+    """Requests that go on wait for their own graph, and those that it takes its memory from."""
+    signals.is_captured = True
+    signals.mask = signals.raise_end = lambda: None  # type: ignore[attr-defined]
+    signals.drain = lambda: signals.asked.append(("drained",))  # type: ignore[attr-defined]
+    part, selecting = Part(), DecodeKind.SELECTING
+    link._connection.parts = [part]  # type: ignore[misc, assignment]
+    for size in (4, 2, 1):
+        rows = torch.ones(size, dtype=torch.int64)
+        rehearsal = DecodeRows(
+            rows=rows, lengths=rows, lengths_on_host=rows, req_to_token=rows, num_cold=0,
+            is_rehearsal=True,
+        )  # fmt: skip
+        link.begin_decode(selecting, rehearsal)
+    prompts = DecodeKind.DENSE, 0
+    assert part.taken() == [prompts, (selecting, 4), (selecting, 2), (selecting, 1)]
+    begin(link, selecting)
+    assert part.taken() == []
+    assert signals.asked == [(EntryKind.DECODE, 1, [0, 0])]
+
+    link._connection.epoch = 2  # type: ignore[misc]
+    signals.asked = []
+    begin(link, selecting)
+    assert part.taken() == [(selecting, 4), (selecting, 2)]
+    assert signals.asked == [("drained",), (EntryKind.DECODE, 2, [0, 0])], "and before the step"
+    begin(link, selecting)
+    assert part.taken() == []
+    assert signals.asked[2:] == [(EntryKind.DECODE, 3, [0, 0])]
+    link.begin_extend([ExtendRow(row=1, prefix_len=0, length=50, table=rows, window=None)])
+    assert part.taken() == [prompts]
