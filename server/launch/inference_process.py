@@ -46,7 +46,10 @@ def become_inference_rank(
             "transport=message takes a pump beside the inference rank, which `tandemkv serve "
             "--cache-rank-address` starts; use it instead of inference-rank"
         )
-    launch = resolve_launch(as_pair(settings), progress, num_ranks_here=1)
+    settings = as_pair(settings)
+    if settings.cache_ranks:  # it fills in no files, and the handshake compares them
+        settings = settings.model_copy(update={"calibrated": False})
+    launch = resolve_launch(settings, progress, num_ranks_here=1)
     run_dir = RunDir.create(path)
     refuse_live_server(run_dir)
     if launch.settings.cache_ranks:

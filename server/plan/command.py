@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.models.model_spec import read_config
+from tandemkv.cache_rank.protocol.models.model_spec import read_config, read_model_spec
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.checks.context_limit import how_to_extend
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.launch.sglang_command import captures_steps
+from tandemkv.server.models.calibrated import with_calibration
 from tandemkv.server.settings.flags import OPERATION, SERVE_FLAGS, SWITCH, with_flags
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
 from tandemkv.server.settings.sources import Sourced, load_settings
@@ -135,8 +136,9 @@ def plan(
 
     Exit code 1 if no placement of tandemkv fits.
     """
-    settings = _settings(flags, model)
+    settings, notes = _settings(flags, model), list[str]()
     shape = _shape(model, dtype).with_kv_dtype(settings.cache.kv_dtype)
+    settings = _calibrated(settings, model, notes.append)
     config = _config(model, shape)
     tp_size, num_cache_gpus = asked_placement(settings, spec_of(shape, config), gpus)
     load = Workload.from_selection(
@@ -167,7 +169,7 @@ def plan(
             lines.append(f"start it with\n  {command}")
         lines += [_BREAK_EVEN.format(**even)] if even else []
         lines += [note] if note else []
-        lines += _notes(settings.selection)
+        lines += [*notes, *_notes(settings.selection)]
         if shape.max_context and context > shape.max_context:
             how = how_to_extend(config, context)
             lines.append(_TOO_LONG.format(context=context, limit=shape.max_context, how=how))
@@ -258,6 +260,18 @@ def _settings(flags: dict[str, Sourced], model: str) -> ServeSettings:
         )
     check_device(find_policy(selection.policy), selection.policy, "cuda")
     return settings.model_copy(update={"selection": on_device(selection, "cuda")})
+
+
+def _calibrated(
+    settings: ServeSettings, model: str, progress: Callable[[str], None]
+) -> ServeSettings:
+    """Fill in what `serve` would take up for the model of a directory, or the embedded one."""
+    from tandemkv.server.checks.preflight import resolve_model
+
+    if model.lower() in BUILT_IN_SHAPES and model != EMBEDDED_MODEL:
+        return settings
+    spec = read_model_spec(resolve_model(model, lambda _: None), dtype="bfloat16")
+    return with_calibration(settings, spec, progress)
 
 
 def _command(model: str, placement: Placement, load: Workload, flags: dict[str, Sourced]) -> str:

@@ -22,6 +22,7 @@ from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.server.checks.shared_gpus import are_peers
 from tandemkv.server.launch.sglang_command import captures_steps
+from tandemkv.server.models.calibrated import with_calibration
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import value_of
 
@@ -63,14 +64,16 @@ def resolve_placement(
     (`constants_here`). `anchors`: those of a calibration that maps every head to itself, which
     tensor-parallel ranks can use as well. `index_dtype`: int4 where a GPU scans pages, a quarter of
     the bytes of bf16 keys; what is attended to is never quantised. `num_recent_tokens`: with it as
-    many as a page has. `late_layers`: 1 where another GPU selects, for nothing hides a first
-    selection there. `sglang_args`: how many recurrent states SGLang keeps, of a model with linear
-    attention. Raises `SettingsError` if nothing fits these GPUs, with the numbers.
+    many as a page has. `index_channels`, and the policy's ``predictor``: what was calibrated for
+    this model (`with_calibration`). `late_layers`: 1 where another GPU selects, for nothing hides a
+    first selection there. `sglang_args`: how many recurrent states SGLang keeps, of a model with
+    linear attention. Raises `SettingsError` if nothing fits these GPUs, with the numbers.
     """
     check_runs_on(settings, device)
     settings = _with_anchors_and_index(settings, spec, device)
     if device == "cpu":
         _check_without_gpus(settings)
+    settings = with_calibration(settings, spec, progress)
     later: list[str] = []
     settings, reason = _choose(settings, spec, model_dir, device=device, progress=later.append)
     placement = settings.placement_on(device, reason)

@@ -104,6 +104,7 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     *_flags(SERVER, "", "host port allow-remote"),
     *(flag for flag in EDGE_FLAGS if flag.is_common),
     *_flags(PLACEMENT, "", "cache-ranks tp=tensor_parallel"),
+    *_flags(SELECTION, "", "calibrated"),
     *_flags(LINK, "", "cache-rank-address"),
     *_flags(NODES, "", "nnodes node-rank dist-init-addr"),
     *ROW_FLAGS,

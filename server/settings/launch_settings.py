@@ -72,6 +72,11 @@ class ServeSettings(BaseModel):
     link_keys: Path | None = Field(
         None, description="Folder of CURVE keys that `tandemkv link-keys` makes."
     )
+    calibrated: bool = Field(
+        True,
+        description="Take up what `tandemkv calibrate MODEL` has left on this machine for this "
+        "model, where no other files are named (look_ahead).",
+    )
     placement: Placement | None = Field(
         None, description="Where the cache rank works; entered by `serve`, which decides it."
     )

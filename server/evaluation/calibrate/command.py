@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandemkv calibrate``: measure a model once, write the file that a policy reads."""
+"""``tandemkv calibrate``: measure a model once, write the files that a policy reads."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -26,6 +27,12 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model
 from tandemkv.server.evaluation.corpus import Texts, cut_texts
 from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
+from tandemkv.server.models.calibrated import (
+    CALIBRATED_POLICY,
+    channels_file,
+    kept_channels,
+    queries_file,
+)
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
 Method = Literal["kascade", "sync_kv", "look_ahead"]
 METHODS = get_args(Method)
 _DTYPES = ("float32", "bfloat16")
-_DEVICES = ("cpu", "cuda")
+_DEVICES = ("auto", "cpu", "cuda")
 _SHORT_TEXTS, _SHORT_TOKENS = 32, 1000
 # Rotation turns some channels so slowly that short texts tell nothing of them (decision record 35).
 _LONG_TEXTS, _LONG_TOKENS = 3, 16384
@@ -46,7 +53,8 @@ class Request:
 
     model: Annotated[str, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")]
     policy: Annotated[
-        str | None, option("Policy that the file is for.", metavar="|".join(METHODS))
+        str | None,
+        option("Policy that the file is for, written to --out.", metavar="|".join(METHODS)),
     ] = None
     index_channels: Annotated[
         int | None,
@@ -56,18 +64,21 @@ class Request:
             max=1024,
         ),
     ] = None
-    out: Annotated[Path, option("File to write.", metavar="FILE")]
+    out: Annotated[
+        Path | None,
+        option("File to write, with --policy or --index-channels.", metavar="FILE"),
+    ] = None
     text: Annotated[
         list[Path] | None, option("UTF-8 text to read, may be repeated.", metavar="FILE")
     ] = None
     texts: Annotated[
         int | None,
-        option("Texts to read. Default 32; 3 with --index-channels.", min=1, max=10000),
+        option("Texts to read. Default 32; 3 for --index-channels.", min=1, max=10000),
     ] = None
     tokens: Annotated[
         int | None,
         option(
-            "Tokens of each text. Default 1000; with --index-channels as many as the model takes, "
+            "Tokens of each text. Default 1000; for --index-channels as many as the model takes, "
             f"up to {_LONG_TOKENS}: give as many as requests have, if there is time.",
             min=16,
             max=131072,
@@ -84,13 +95,21 @@ class Request:
         int, option("look_ahead: layers from the residual stream to the query.", min=1, max=8)
     ] = 1
     dtype: Annotated[str, option("Type to compute in.", metavar="|".join(_DTYPES))] = "float32"
-    device: Annotated[str, option("Where the model runs.", metavar="|".join(_DEVICES))] = "cpu"
+    device: Annotated[
+        str,
+        option("Where the model runs. auto: a GPU if there is one.", metavar="|".join(_DEVICES)),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         """Refuse unknown names, and texts that are too short."""
-        if (self.policy is None) == (self.index_channels is None):
+        if self.policy is not None and self.index_channels is not None:
             raise SettingsError(
                 "policy, index_channels: a file is for one; give --policy or --index-channels"
+            )
+        if (self.out is None) != self.is_for_serve:
+            raise SettingsError(
+                "out goes with --policy or --index-channels: without them files are kept where "
+                "`tandemkv serve` looks for them"
             )
         if (self.index_channels or 0) % STEP:
             raise SettingsError(
@@ -107,42 +126,107 @@ class Request:
                 "tell nothing"
             )
 
+    @property
+    def is_for_serve(self) -> bool:
+        """Whether the files are those that ``serve`` takes up by itself."""
+        return self.policy is None and self.index_channels is None
+
 
 @takes(Request)
 def calibrate(request: Request) -> None:
-    """Run a model over text, and write a calibration file for a policy or the index.
+    """Run a model over text, once, so that serve selects faster over long contexts.
+
+    With the model alone two files are kept where `tandemkv serve MODEL` finds them.
+
+    They are projections that predict queries, and the channels of keys that an index has.
+
+    With --policy or --index-channels one file for that is written to --out.
 
     Without --text the language reference that comes with Python is read.
 
-    The file is for this model only.
+    Files are for this model only.
     """
     from tandemkv.server.checks.preflight import resolve_model
 
     console = Console(stderr=True, highlight=False)
     with console.status(f"looking for {request.model} ...") as shown:
         model_dir = resolve_model(request.model, shown.update)
-    with on_device(request.device):
-        if request.policy == "look_ahead":
-            summary = fit_queries(model_dir, request, console)
-        elif request.index_channels is not None:
-            summary = find_channels(model_dir, request, console)
-        else:
-            found = measure(model_dir, request, console)
-            write_calibration(found, request.out)
-            summary = _summary(found)
-    console.print(f"[green]ok[/]  {request.out}: {summary}")
+    with on_device(request.device) as device:
+        try:
+            for path, summary in _calibrate(model_dir, request, console):
+                console.print(f"[green]ok[/]  {path}: {summary}", soft_wrap=True)
+        except _out_of_memory() as error:
+            raise CalibrationError(
+                f"device={device}: not enough memory; use --dtype bfloat16, shorter --tokens, or "
+                "--device cpu"
+            ) from error
+
+
+def _calibrate(model_dir: Path, request: Request, console: Console) -> Iterator[tuple[Path, str]]:
+    """Write each file that is asked for, and yield it with what was found."""
+    if request.is_for_serve:
+        yield from calibrate_for_serve(model_dir, request, console)
+        return
+    assert request.out is not None
+    if request.policy == "look_ahead":
+        summary = fit_queries(model_dir, request, request.out, console)
+    elif request.index_channels is not None:
+        summary = find_channels(model_dir, request, request.out, console)
+    else:
+        found = measure(model_dir, request, console)
+        write_calibration(found, request.out)
+        summary = _summary(found)
+    yield request.out, summary
+
+
+def calibrate_for_serve(
+    model_dir: Path, request: Request, console: Console
+) -> Iterator[tuple[Path, str]]:
+    """Keep what ``serve`` takes up (`with_calibration`); yields each file and what was found.
+
+    A file is replaced once the new one is whole. Raises as `fit_queries` and `find_channels` do.
+    """
+    spec = read_model_spec(model_dir, dtype=request.dtype)
+    queries, channels = queries_file(spec, request.distance), channels_file(spec)
+    try:
+        queries.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CalibrationError(
+            f"{queries.parent}: cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder "
+            "that can be written to"
+        ) from error
+    part = queries.with_name(f"part-{os.getpid()}.safetensors")
+    try:
+        of_policy = replace(request, policy=CALIBRATED_POLICY, out=part)
+        summary = fit_queries(model_dir, of_policy, part, console)
+        yield part.replace(queries), summary
+        count = kept_channels(spec.head_dim)
+        if count is not None:
+            of_index = replace(request, index_channels=count, out=part)
+            summary = find_channels(model_dir, of_index, part, console)
+            yield part.replace(channels), summary
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def on_device(device: str) -> torch.device:
     """Return what, entered, has model and sums on `device`; raises `SettingsError` without one."""
     import torch
 
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device=cuda: torch sees no GPU; drop --device")
     return torch.device(device)
 
 
-def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
+def _out_of_memory() -> type[Exception]:
+    import torch
+
+    return torch.OutOfMemoryError
+
+
+def fit_queries(model_dir: Path, request: Request, out: Path, console: Console) -> str:
     """Write the projections that predict queries, and return how well they do.
 
     Raises `CalibrationError` as `measure` does, or if the model's queries cannot be fitted.
@@ -151,7 +235,7 @@ def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
 
     from .look_ahead import QueryMeasurement
 
-    spec, corpus = _for_safetensors(model_dir, request)
+    spec, corpus = _for_safetensors(model_dir, request, out)
     measurement = QueryMeasurement(model_dir, spec, dtype=request.dtype, distance=request.distance)
     for text in _shown(corpus.tokens, model_dir, console):
         measurement.add(text)
@@ -159,13 +243,13 @@ def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
         found = measurement.result()
     about = _about(model_dir, corpus)
     layers = {layer: (fit.weight, fit.bias) for layer, fit in found.items()}
-    write_fitted_queries(request.out, spec, request.distance, layers, about)
+    write_fitted_queries(out, spec, request.distance, layers, about)
     own = sum(fit.own for fit in found.values()) / len(found)
     fitted = sum(fit.fitted for fit in found.values()) / len(found)
     return f"{own:.1%} of the queries' variance is missed with W_q, {fitted:.1%} with the file"
 
 
-def find_channels(model_dir: Path, request: Request, console: Console) -> str:
+def find_channels(model_dir: Path, request: Request, out: Path, console: Console) -> str:
     """Write the channels of keys that an index should have, and return how much they tell.
 
     Raises `CalibrationError` as `measure` does, or if keys have no more channels.
@@ -175,7 +259,7 @@ def find_channels(model_dir: Path, request: Request, console: Console) -> str:
     from .index_channels import ChannelMeasurement
 
     count = request.index_channels or 0
-    spec, corpus = _for_safetensors(model_dir, request)
+    spec, corpus = _for_safetensors(model_dir, request, out)
     if count >= spec.head_dim:
         raise CalibrationError(
             f"index_channels={count}: keys of {model_dir.name} have {spec.head_dim}; give "
@@ -186,16 +270,16 @@ def find_channels(model_dir: Path, request: Request, console: Console) -> str:
         measurement.add(text)
     found = measurement.result(count)
     layers = {layer: kept.channels for layer, kept in found.items()}
-    write_index_channels(request.out, spec, layers, _about(model_dir, corpus))
+    write_index_channels(out, spec, layers, _about(model_dir, corpus))
     share = sum(kept.share for kept in found.values()) / len(found)
     return f"{count} of {spec.head_dim} channels make {share:.1%} of the variance of scores"
 
 
-def _for_safetensors(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts]:
+def _for_safetensors(model_dir: Path, request: Request, out: Path) -> tuple[ModelSpec, Texts]:
     """Return as `_spec_and_texts`; a file beside the model's own is refused."""
-    if request.out.parent.resolve() == model_dir.resolve():
+    if out.parent.resolve() == model_dir.resolve():
         raise CalibrationError(
-            f"out={request.out}: every safetensors file beside a model is taken for its weights; "
+            f"out={out}: every safetensors file beside a model is taken for its weights; "
             "write it into another folder"
         )
     return _spec_and_texts(model_dir, request)

@@ -248,7 +248,7 @@ def test_a_whole_run_writes_a_file_that_serves(
         (["--policy", "quest"], "policy=quest must be one of"),
         (["--top-k", "20"], "more than twice"),
         (["--tokens", "300"], "the model takes 256"),
-        (["--device", "gpu"], "device=gpu must be one of cpu, cuda"),
+        (["--device", "gpu"], "device=gpu must be one of auto, cpu, cuda"),
         (["--device", "cuda"], "device=cuda: torch sees no GPU; drop --device"),
         (["--text", "/nonexistent"], "cannot be read"),
     ],

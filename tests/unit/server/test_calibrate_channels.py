@@ -144,7 +144,7 @@ def test_serve_refuses_it(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "a file is for one; give --policy or --index-channels"),
+        ((), "out goes with --policy or --index-channels"),
         (("--policy", "look_ahead", "--index-channels", "32"), "a file is for one"),
         (("--index-channels", "40"), "must be a multiple of 32"),
         (("--index-channels", "64"), "keys of .* have 64; give fewer"),
