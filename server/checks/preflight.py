@@ -17,6 +17,7 @@ from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.inference_rank.edge.keys import Keys
 from tandemkv.server.launch.nodes import check_meeting_place
+from tandemkv.server.models.calibrated import calibration_advice
 from tandemkv.server.plan.devices import resolve_device
 from tandemkv.server.plan.memory import estimate_memory, gib
 from tandemkv.server.plan.placement_choice import check_runs_on, resolve_alone, resolve_placement
@@ -79,6 +80,9 @@ def resolve_launch(
     check_query_weights(settings, model_dir, config)
     FittedQueries.of(settings.selection, spec)  # refuses those of another model
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
+    advice = calibration_advice(settings) if device == "cuda" else None
+    if advice is not None:
+        progress(advice)
     check_shared_gpus(settings.rank_settings.placement)
     check_speculation(settings, spec)
     check_selection(settings, spec)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tandemkv.cache_rank.policies.registry import resolve_selection
-from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
 from tandemkv.cache_rank.protocol.models.index_channels import (
     STEP,
     check_index_channels,
@@ -66,11 +64,8 @@ def with_calibration(
         return settings
     found = _with_files(selection, model)
     if found is selection:
-        if selection.index_dtype == "int4" and not selection.index_channels:  # on GPUs
-            progress(_ADVICE)
         return settings
-    check_index_channels(found, model)
-    FittedQueries.of(found, model)
+    _check(found, model)
     channels = num_index_channels(found)
     parts = [] if channels is None else [f"{channels} of {model.head_dim} channels in the index"]
     if found.declared.predictor:
@@ -79,7 +74,23 @@ def with_calibration(
     return settings.model_copy(update={"selection": found})
 
 
+def calibration_advice(settings: ServeSettings) -> str | None:
+    """Return what to tell whoever serves on GPUs without; None if it would change nothing."""
+    selection = settings.selection
+    is_asked = settings.calibrated and selection.policy == CALIBRATED_POLICY
+    return _ADVICE if is_asked and not selection.index_channels else None
+
+
+def _check(selection: SelectionSettings, model: ModelSpec) -> None:
+    from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
+
+    check_index_channels(selection, model)
+    FittedQueries.of(selection, model)
+
+
 def _with_files(selection: SelectionSettings, model: ModelSpec) -> SelectionSettings:
+    from tandemkv.cache_rank.policies.registry import resolve_selection  # policies need torch
+
     queries = queries_file(model, selection.declared.layers_ahead)
     if not selection.declared.predictor and queries.is_file():
         values = selection.model_dump(exclude_unset=True, exclude={"declared"})

@@ -20,7 +20,7 @@ from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.checks.context_limit import how_to_extend
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.launch.sglang_command import captures_steps
-from tandemkv.server.models.calibrated import with_calibration
+from tandemkv.server.models.calibrated import calibration_advice, with_calibration
 from tandemkv.server.settings.flags import OPERATION, SERVE_FLAGS, SWITCH, with_flags
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
 from tandemkv.server.settings.sources import Sourced, load_settings
@@ -55,7 +55,7 @@ _KEYS = (
 )  # fmt: skip
 NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_SHAPES))
 _PLACED = ("cache_ranks", "tensor_parallel")
-_PLANNED = {*_PLACED, "cache.kv_dtype", *(f"selection.{key}" for key in _KEYS)}
+_PLANNED = {*_PLACED, "calibrated", "cache.kv_dtype", *(f"selection.{key}" for key in _KEYS)}
 PLAN_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key in _PLANNED)
 _TEXTS = {
     "cache_ranks": "Plan one placement alone. 0: in SGLang's process; n: on n GPUs more, each with "
@@ -169,7 +169,8 @@ def plan(
             lines.append(f"start it with\n  {command}")
         lines += [_BREAK_EVEN.format(**even)] if even else []
         lines += [note] if note else []
-        lines += [*notes, *_notes(settings.selection)]
+        advice = calibration_advice(settings)
+        lines += [*notes, *([] if advice is None else [advice]), *_notes(settings.selection)]
         if shape.max_context and context > shape.max_context:
             how = how_to_extend(config, context)
             lines.append(_TOO_LONG.format(context=context, limit=shape.max_context, how=how))
@@ -286,5 +287,11 @@ def _command(model: str, placement: Placement, load: Workload, flags: dict[str, 
         if source.startswith("--set "):
             words += ["--set", f"{source.removeprefix('--set ')}={value}"]
         else:
-            words += [source] if isinstance(value, bool) else [source, str(value)]
+            words += _flag(source, value)
     return shlex.join(words)
+
+
+def _flag(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [name if value else f"--no-{name.removeprefix('--')}"]
+    return [name, str(value)]

@@ -19,6 +19,7 @@ from tandemkv.cache_rank.protocol.models.index_channels import num_index_channel
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
 from tandemkv.server.cli.commands import app
 from tandemkv.server.models.calibrated import (
+    calibration_advice,
     calibration_folder,
     channels_file,
     kept_channels,
@@ -121,8 +122,13 @@ def test_another_distance_has_files_of_its_own(spec: ModelSpec) -> None:
 def test_other_weights_are_another_model(spec: ModelSpec) -> None:
     other = msgspec.structs.replace(spec, model_hash="f" * 32)
     settings, said = taken_up(other)
-    assert settings.selection.index_channels is None
-    assert "`tandemkv calibrate MODEL`" in said[0]
+    assert (settings.selection.index_channels, said) == (None, [])
+    assert "`tandemkv calibrate MODEL`" in (calibration_advice(settings) or "")
+
+
+def test_no_advice_where_it_would_change_nothing(spec: ModelSpec) -> None:
+    for given in ({}, {"calibrated": False}, {"selection": {"policy": "oracle"}}):
+        assert calibration_advice(taken_up(spec, **given)[0]) is None
 
 
 def test_a_damaged_file_is_named(
@@ -149,7 +155,7 @@ def test_plan_predicts_with_it(tiny: Path, spec: ModelSpec) -> None:
     assert "calibrated: fitted queries" in told
     without = " ".join(run(*sizes, "--no-calibrated").output.split())
     assert "of 64 channels" not in without
-    assert "calibrated: " not in without
+    assert without.count("calibrat") == without.count("--no-calibrated") == 1, "in the command"
 
 
 @pytest.mark.parametrize(
