@@ -32,6 +32,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.step_trace import traced_beside
 from tandemkv.inference_rank.sglang.live_model import own_backend
 
 from . import runtime as runtime_module
@@ -53,7 +54,9 @@ def main() -> None:
         "--extra-streams", type=int, default=0,
         help="CUDA streams, 32 at most, that are used once before the measurement: decision 14",
     )  # fmt: skip
-    parser.add_argument("--trace", type=Path, help="write a Chrome trace of three steps a point")
+    parser.add_argument(
+        "--trace", type=Path, help="folder for Chrome traces of three steps a point"
+    )
     ServerArgs.add_cli_args(parser)
     args = parser.parse_args()
     pairs = [point.split("x") for point in args.points.split(",")]
@@ -93,14 +96,14 @@ def run_rank(
     for batch_size, context in points:
         try:
             point = measure(runner, batch_size, context, args.steps)
-            if args.trace is not None:
-                write_trace(runner, batch_size, context, args.trace, tp_rank)
         except torch.cuda.OutOfMemoryError as error:
             point = {"batch": batch_size, "context": context, "error": str(error)[:200]}
         found.append(point)
         if tp_rank == 0:
             _LOG.warning("%s", json.dumps(point))
             args.out.write_text(json.dumps(found, indent=1))
+        if args.trace is not None and "error" not in point:  # what is measured stays
+            write_trace(runner, batch_size, context, args.trace, tp_rank)
 
 
 def fill_norms() -> None:
@@ -297,17 +300,31 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median": round(median, 3), "p10": round(p10, 3), "p90": round(p90, 3)}
 
 
+def num_cache_ranks() -> int:
+    """Return how many cache ranks link `shared` leads to: those that can trace their steps."""
+    runtime = runtime_module.current()
+    is_shared = runtime is not None and runtime.settings.placement.link == "shared"
+    return len(runtime.client.parts) if is_shared else 0
+
+
 def write_trace(runner: Any, batch_size: int, context: int, folder: Path, tp_rank: int) -> None:
-    """Write a Chrome trace of three queued steps, and a table of their kernels."""
+    """Write a Chrome trace of three queued steps, and a table of their kernels.
+
+    Cache ranks of this host write theirs beside it.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     batch, token, _ = warmed_up(runner, batch_size, context)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    point = f"decode_{batch_size}x{context}"
+    with (
+        traced_beside(folder, point, num_cache_ranks()),
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler,
+    ):
         for _ in range(3):
             token, _ = one_batch.decode(token, batch, runner)
         torch.cuda.synchronize()
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"decode_{batch_size}x{context}_rank{tp_rank}"
+    name = f"{point}_rank{tp_rank}"
     profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
     table = profiler.key_averages().table(
         sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70

@@ -34,6 +34,7 @@ from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepRing
+from tandemkv.cache_rank.protocol.step_trace import tracer
 from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 
 from .entry_runner import EntryRunner
@@ -121,6 +122,7 @@ class SharedSession:
         if self._stream is not None:  # steps come behind what was queued to make all of this
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self.num_steps, self._awake_until = 0, 0.0
+        self._tracer = tracer(sizes.shard.index, tensors.homes.here)
         self._wake, self._waker = socket.socketpair()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
@@ -166,6 +168,8 @@ class SharedSession:
 
     def run_next(self, timeout_s: float) -> bool:
         """Do the next announced step; False if none comes within `timeout_s`, or all is over."""
+        if self._tracer is not None:
+            next(self._tracer)
         entry = self._ring.read(
             timeout_s=timeout_s, is_over=self._over.is_set, awake_until=self._awake_until
         )

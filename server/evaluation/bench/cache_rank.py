@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.step_trace import TRACE_VARIABLE
 from tandemkv.server.launch.cache_rank_launch import SETTINGS_FILE, cache_rank_launches
 from tandemkv.server.launch.child_process import ChildProcess, watched
 from tandemkv.server.launch.launcher import CacheRankLaunch
@@ -21,12 +22,16 @@ _START_TIMEOUT_S = 120.0
 
 
 @contextlib.contextmanager
-def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) -> Iterator[None]:
+def cache_rank_beside(
+    settings: ServeSettings, run_dir: RunDir, folder: Path, traces: Path | None = None
+) -> Iterator[None]:
     """Run the cache ranks of `settings` during the body; nothing if it is in the same process.
 
     Their output goes to `folder`: ``cache_rank.log``, of several ``cache_rank_0.log`` and so on; by
     messages ``cache_rank.log``, ``cache_rank_1.log``, and of their pumps ``pump.log``,
-    ``pump_1.log``. Raises `SettingsError` if one ends, or does not answer in time.
+    ``pump_1.log``. By link `shared` they trace steps into the folder `traces`, if it is given, when
+    the benchmark asks for that (`tandemkv.cache_rank.protocol.step_trace`). Raises `SettingsError`
+    if one ends, or does not answer in time.
     """
     is_far = settings.rank_settings.placement.has_far_host
     if is_far:
@@ -50,7 +55,9 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
         for launch in launches:  # by messages a pump as well, and its cache rank first
             assert launch.spec is not None
             name = f"{launch.spec.name.replace(' ', '_')}.log"
-            child = running.enter_context(watched(replace(launch.spec, log_path=folder / name)))
+            env = {} if traces is None or is_far else {TRACE_VARIABLE: str(traces)}
+            spec = replace(launch.spec, log_path=folder / name, env={**launch.spec.env, **env})
+            child = running.enter_context(watched(spec))
             started.append((launch, child))
             if is_far:
                 _await(launch, child)

@@ -64,9 +64,14 @@ class DecodeRequest:
     tokenizer: Annotated[str, option("Directory with any tokenizer, or smollm2.")] = "smollm2"
     output_tokens: Annotated[int, option("Tokens decoded in each run.", min=3)] = 32
     timeout_s: Annotated[float, option("Longest run of one child.", min=1)] = 1800.0
-    profile: Annotated[bool, option("Save Chrome traces of three decode steps.", "--profile")] = (
-        False
-    )
+    profile: Annotated[
+        bool,
+        option(
+            "Save Chrome traces of three decode steps, of cache ranks by link shared as well; of "
+            "these exchange_us_*, how long a layer's exchange takes.",
+            "--profile",
+        ),
+    ] = False
     work_dir: Annotated[Path | None, option("Folder to keep logs and traces in.")] = None
     out: OutOption = None
 

@@ -68,6 +68,12 @@ class Configuration(BaseModel):
         is_cpu = self.settings.get("device") == "cpu" or "cpu" in self.flags
         return "cpu" if is_cpu else "cuda"
 
+    @property
+    def has_cache_gpu(self) -> bool:
+        """Whether cache ranks are processes of this host, each with a GPU of its own."""
+        is_shared = self.settings.get("transport", "shared") == "shared"
+        return is_shared and bool(self.settings.get("cache_ranks")) and self.device == "cuda"
+
     def sglang_flags(self, settings: ServeSettings) -> list[str]:
         """Return SGLang's flags; of ours, those that ``tandemkv serve`` gives with `settings`."""
         if self.is_stock:

@@ -28,6 +28,7 @@ from .cache_rank import cache_rank_beside
 from .configurations import Configuration
 from .decode_steps import Measured, Point, capacity_tokens
 from .dummy_model import write_model_config
+from .exchange import exchange_rows
 from .report import Failure, Row
 
 _TICK_S, _TAIL_LINES = 0.1, 200
@@ -90,6 +91,7 @@ def run_decode(
     measured: dict[tuple[str, Point], Measured] = {}
     failures: list[Failure] = []
     traces: dict[str, tuple[Path, ...]] = {}
+    taken: list[Row] = []
     batches = [list(points) for _, points in groupby(sorted(run.points), key=lambda p: p.batch)]
     for name, configuration in run.configurations.items():
         for points in batches:
@@ -103,8 +105,11 @@ def run_decode(
                 progress(f"  {failure.figure}: {failure.reason}")
             failures += failed
             traces[name] = traces.get(name, ()) + decode_steps.trace_files(folder)
-        rows = decode_rows(measured) + ratio_rows(measured, run.configurations, headline=headline)
-        result = DecodeResult(rows=tuple(rows), failures=tuple(failures), traces=dict(traces))
+            if run.profile and configuration.has_cache_gpu:
+                taken += exchange_rows(name, [item.point for item in found], folder, progress)
+        ratios = ratio_rows(measured, run.configurations, headline=headline)
+        rows = (*decode_rows(measured), *taken, *ratios)
+        result = DecodeResult(rows=rows, failures=tuple(failures), traces=dict(traces))
         keep(result)
     return result
 
@@ -200,7 +205,9 @@ def _run_child(
     batch = points[0].batch
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / decode_steps.RESULT_FILE
-    result.unlink(missing_ok=True)
+    traces = folder / decode_steps.TRACE_FOLDER
+    for old in (result, *(traces.glob("*") if run.profile else ())):
+        old.unlink(missing_ok=True)
     capacity = capacity_tokens(batch, [point.context for point in points], run.output_tokens)
     settings = configuration.serve_settings(
         model_dir=model_dir, capacity_tokens=capacity, batch=batch
@@ -219,7 +226,8 @@ def _run_child(
     try:
         with contextlib.ExitStack() as beside:
             if not configuration.is_stock:
-                beside.enter_context(cache_rank_beside(settings, run_dir, folder))
+                to = traces if run.profile else None
+                beside.enter_context(cache_rank_beside(settings, run_dir, folder, to))
             env = configuration.child_env(settings, run_dir.path)
             status, error = run_child(argv, folder, run.timeout_s, env)
     except SettingsError as why:  # the other configurations can still be measured

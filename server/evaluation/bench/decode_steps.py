@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tandemkv.cache_rank.protocol.step_trace import TRACE_SUFFIX
 from tandemkv.server.evaluation.provenance import BenchError
 from tandemkv.server.plan.pages import LONG_PAGE_TOKENS
 
@@ -159,4 +160,4 @@ def parse_result(text: str, points: Sequence[Point]) -> tuple[list[Measured], di
 
 def trace_files(folder: Path) -> tuple[Path, ...]:
     """Return where Chrome traces were saved."""
-    return tuple(sorted((folder / TRACE_FOLDER).glob("*.json.gz")))
+    return tuple(sorted((folder / TRACE_FOLDER).glob(f"*{TRACE_SUFFIX}")))

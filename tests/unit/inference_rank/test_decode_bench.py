@@ -59,6 +59,8 @@ def test_each_figure_says_which_gpus_worked(
         server_args=SimpleNamespace(tp_size=tp_size), attn_backend=SimpleNamespace(**more)
     )
     assert decode_bench.device_names(runner) == names
+    # Those that trace steps of their own.
+    assert decode_bench.num_cache_ranks() == (len(names) - 1 if link == "shared" else 0)
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,29 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shared_forward import Forward
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.step_trace import traced_beside
 from tandemkv.server.evaluation.bench.cache_rank import cache_rank_beside
 from tandemkv.server.evaluation.bench.configurations import BUILT_IN, Configuration
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 
-def settings_of(model_dir: Path, **more: Any) -> ServeSettings:
+def settings_of(model_dir: Path, batch: int = 2, **more: Any) -> ServeSettings:
     given = {"device": "cpu", "transport": "shared", "selection.index_dtype": "int8"}
     configuration = Configuration(settings=given | more)
-    return configuration.serve_settings(model_dir=model_dir, capacity_tokens=4096, batch=2)
+    return configuration.serve_settings(model_dir=model_dir, capacity_tokens=4096, batch=batch)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -48,6 +53,33 @@ def test_by_messages_each_has_a_pump_that_answers(tmp_path: Path) -> None:
         assert len({status.info["address"] for status in found}) == 2
     logs = {path.name for path in tmp_path.glob("*.log")}
     assert {"cache_rank.log", "cache_rank_1.log"} <= logs, "a pump that meets nobody says nothing"
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_each_traces_the_steps_that_the_benchmark_asks_for(is_asked: bool, tmp_path: Path) -> None:
+    model_dir, traces = write_model(tmp_path / "model"), tmp_path / "traces"
+    run_dir = RunDir.create(tmp_path / "run")
+    small = {"budget_tokens": 16, "num_recent_tokens": 8, "policy": "oracle"}
+    given = {f"selection.{key}": value for key, value in small.items()}
+    settings = settings_of(model_dir, batch=3, cache_ranks=2, **given)
+    holder = DescriptorHolder(run_dir.holder_socket, run_dir.token)
+    with cache_rank_beside(settings, run_dir, tmp_path, traces if is_asked else None):
+        played = Forward(run_dir, model_dir, settings.rank_settings)
+        played.begin()
+        played.decode(1)
+        with traced_beside(traces, "decode_3x128", 2 if is_asked else 0):
+            played.decode(2)
+            played.decode(3)
+        played.decode(4)
+        played.connection.close()
+        played.kept.close()
+    holder.close()
+    found = sorted(traces.glob("*"))
+    wanted = [f"decode_3x128_engine{number}.json.gz" for number in range(2)]
+    assert [path.name for path in found] == (wanted if is_asked else [])
+    for path in found:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        assert "cpu_op" in {event.get("cat") for event in events}
 
 
 def test_what_is_not_measured_is_refused(tmp_path: Path) -> None:
