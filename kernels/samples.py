@@ -14,8 +14,6 @@ other, give their place to the multiples of 2 s from there on. So one sample mov
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from tandemkv.kernels.check import (
@@ -40,26 +38,19 @@ SPLIT_SAMPLES = 64
 """Samples that one program of a GPU attends to. One after the other they take 4 us each 128."""
 
 
-class SampleScratch(NamedTuple):
-    """What `attend_samples` works in on a GPU, from `make_sample_scratch`."""
-
-    parts: torch.Tensor
-    """``[num_reqs, num_qo_heads, num_splits, head_dim + 2]``, float32: of each split the sum, the
-    largest logit and the softmax's denominator."""
-    arrived: torch.Tensor
-    """``[num_reqs, num_kv_heads]``, int32: splits that are done, 0 between calls."""
-
-
 def make_sample_scratch(
-    num_reqs: int, num_qo_heads: int, num_kv_heads: int, num_samples: int, head_dim: int,
-    device: torch.device | str,
-) -> SampleScratch:  # fmt: skip
-    """Allocate what `attend_samples` works in on a GPU, for the largest call of one stream."""
+    num_reqs: int, num_qo_heads: int, num_samples: int, head_dim: int, device: torch.device | str
+) -> torch.Tensor:
+    """Allocate what `attend_samples` works in on a GPU, for the largest call of one stream.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[num_reqs, num_qo_heads, num_splits, head_dim + 2]``, float32: of each split the sum, the
+        largest logit and the softmax's denominator.
+    """
     splits = -(-num_samples // SPLIT_SAMPLES)
-    return SampleScratch(
-        torch.empty((num_reqs, num_qo_heads, splits, head_dim + 2), device=device),
-        torch.zeros((num_reqs, num_kv_heads), dtype=torch.int32, device=device),
-    )
+    return torch.empty((num_reqs, num_qo_heads, splits, head_dim + 2), device=device)
 
 
 def check_num_samples(num_samples: int) -> None:
@@ -166,6 +157,35 @@ def load_sample_moves(
     )
 
 
+def begin_samples(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    log_weight: torch.Tensor,
+    active: torch.Tensor,
+    *,
+    scale: float,
+    scratch: torch.Tensor | None,
+) -> None:
+    """Let a GPU attend to samples alone, beside what attends to the other tokens.
+
+    `attend_samples`, which is to be queued behind both, merges the two. On a CPU it does all.
+
+    Parameters
+    ----------
+    q, k_pool, v_pool, slots, rows, log_weight, active, scale, scratch
+        As for `attend_samples`.
+    """
+    if uses_triton(q.device):
+        from tandemkv.kernels.triton_ops.samples import begin_samples as on_gpu
+
+        on_gpu(
+            q, k_pool, v_pool, slots, rows, log_weight, active, scale=scale, scratch=scratch
+        )  # fmt: skip
+
+
 def attend_samples(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -179,7 +199,8 @@ def attend_samples(
     *,
     scale: float,
     lse_unit: float = 1.0,
-    scratch: SampleScratch | None = None,
+    scratch: torch.Tensor | None = None,
+    has_begun: bool = False,
 ) -> None:
     """Attend to weighted samples, and merge that into attention over other tokens, in place.
 
@@ -210,8 +231,10 @@ def attend_samples(
         Factor of the logits, usually ``head_dim ** -0.5``.
     lse_unit : float
         What `lse` is to be multiplied with to be a natural logarithm: ``ln 2`` for FlashInfer's.
-    scratch : SampleScratch, optional
+    scratch : torch.Tensor, optional
         From `make_sample_scratch`. Required on a GPU, not looked at otherwise.
+    has_begun : bool
+        `begin_samples` has been given the same, and nothing else has used `scratch` since.
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
@@ -231,7 +254,7 @@ def attend_samples(
 
         return on_gpu(
             q, k_pool, v_pool, slots, rows, log_weight, active, out, lse, scale=scale,
-            lse_unit=lse_unit, scratch=scratch,
+            lse_unit=lse_unit, scratch=scratch, has_begun=has_begun,
         )  # fmt: skip
     num_heads = k_pool.shape[1]
     for req in active.nonzero()[:, 0].tolist():

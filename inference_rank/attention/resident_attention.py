@@ -143,12 +143,13 @@ class PagedResident:
             store_tokens(self._pool, layer, forward_batch, k, v)
         keys, values = self._pool.get_kv_buffer(layer.layer_id)
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        size = len(query)
+        size, samples = len(query), self._samples if with_samples else None
+        if samples is not None:
+            samples.begin(layer.layer_id, query, scale=layer.scaling)
         out, lse = attend_paged(
             query, keys, values, self._table.slots[:size], self._table.attended[:size],
             scale=layer.scaling,
         )  # fmt: skip
-        samples = self._samples if with_samples else None
         return _merged(out, lse, query, layer, samples, rest, sinks).to(q.dtype)
 
 
@@ -157,7 +158,10 @@ def _merged(
     samples: StepSamples | None, rest: torch.Tensor | None, sinks: torch.Tensor | None,
     lse_unit: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return ``[B, Hq * D]``: `out` and what is not in it; see `PagedResident.attend`."""
+    """Return ``[B, Hq * D]``: `out` and what is not in it; see `PagedResident.attend`.
+
+    Attention to `samples` has begun.
+    """
     if sinks is not None:
         out, lse = join_sinks(out, lse, sinks, lse_unit=lse_unit)
     if samples is not None:
@@ -288,6 +292,8 @@ class FlashInferResident(PagedResident):
             scales = backend._kv_write_scales(layer)
             self._pool.set_kv_buffer(layer, location, k, v, *scales)
         wrapper = backend.forward_metadata.decode_wrappers[backend._get_wrapper_idx(layer)]
+        if samples is not None:
+            samples.begin(layer.layer_id, query, scale=layer.scaling)
         out, lse = wrapper.forward_return_lse(
             query, self._pool.get_kv_buffer(layer.layer_id), sm_scale=layer.scaling,
             logits_soft_cap=layer.logit_cap, k_scale=layer.k_scale_float,

@@ -20,11 +20,13 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSetting
 from tandemkv.kernels.append import SampleMoves
 from tandemkv.kernels.samples import (
     attend_samples,
+    begin_samples,
     load_sample_moves,
     load_sample_slots,
     make_sample_scratch,
     sample_offsets,
 )
+from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 from tandemkv.kernels.to_device import to_device
 
 LOG2_UNIT = math.log(2.0)
@@ -65,9 +67,9 @@ class StepSamples:
         self._rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._is_sparse = torch.zeros(max_batch, dtype=torch.bool, device=device)
         self._scratch = make_sample_scratch(
-            max_batch, model.num_qo_heads, model.num_kv_heads, self.num_samples, model.head_dim,
-            device,
+            max_batch, model.num_qo_heads, self.num_samples, model.head_dim, device
         )  # fmt: skip
+        self._beside = shared_stream(device, FORWARD_PRIORITY, number=2)
 
     @property
     def nbytes(self) -> int:
@@ -92,16 +94,36 @@ class StepSamples:
         """Let requests of the step that was loaded last have none; ``whole [B]`` bool."""
         self._is_sparse[: len(whole)] &= ~whole.to(self._is_sparse.device)
 
+    def begin(self, layer: int, q: torch.Tensor, *, scale: float) -> None:
+        """Attend to the samples beside what is queued until `attend`; ``q [B, Hq, D]``.
+
+        Neither needs the other: one behind the other they take a step of 8 requests 13 us a layer
+        more on an H200.
+        """
+        if self._beside is None:
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(q.device))
+        with torch.cuda.stream(self._beside):
+            begin_samples(q, **self._of(layer, len(q)), scale=scale, scratch=self._scratch)
+
     def attend(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float,
         lse_unit: float,
     ) -> None:  # fmt: skip
-        """Merge the samples into ``out [B, Hq, D]``; see `kernels.samples.attend_samples`."""
-        size, (k, v) = len(q), self._pool.get_kv_buffer(layer)
+        """Merge what was begun into ``out [B, Hq, D]``; see `kernels.samples.attend_samples`."""
+        if self._beside is not None:
+            torch.cuda.current_stream(q.device).wait_stream(self._beside)
         attend_samples(
-            q, k, v, self._slots[:size], self._rows[:size], self.log_weight[layer],
-            self._is_sparse[:size], out, lse, scale=scale, lse_unit=lse_unit, scratch=self._scratch,
+            q, **self._of(layer, len(q)), out=out, lse=lse, scale=scale, lse_unit=lse_unit,
+            scratch=self._scratch, has_begun=True,
         )  # fmt: skip
+
+    def _of(self, layer: int, size: int) -> dict[str, torch.Tensor]:
+        k, v = self._pool.get_kv_buffer(layer)
+        return {
+            "k_pool": k, "v_pool": v, "slots": self._slots[:size], "rows": self._rows[:size],
+            "log_weight": self.log_weight[layer], "active": self._is_sparse[:size],
+        }  # fmt: skip
 
 
 class OwnSamples(StepSamples):

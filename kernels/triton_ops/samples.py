@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tandemkv.kernels.check import fail
-from tandemkv.kernels.samples import SPLIT_SAMPLES, SampleScratch
+from tandemkv.kernels.samples import SPLIT_SAMPLES
 from tandemkv.kernels.triton_ops.slot_rules import latest_slot
 
 _MIN_DOT = 16  # the smallest extent that tensor cores multiply
@@ -72,12 +72,11 @@ def _moves_kernel(
 
 
 @triton.jit
-def _attend_kernel(
-    q, k_pool, v_pool, slots, rows, log_weight, active, out, lse, parts, arrived,
-    scale, lse_unit, head_dim,
+def _parts_kernel(
+    q, k_pool, v_pool, slots, rows, log_weight, active, parts, scale, head_dim,
     q_stride_b, q_stride_h, q_stride_d, k_stride_s, k_stride_h, k_stride_d,
     v_stride_s, v_stride_h, v_stride_d, slots_stride_b, slots_stride_n, rows_stride,
-    weight_stride_r, weight_stride_h, weight_stride_n, active_stride, lse_stride_b, lse_stride_h,
+    weight_stride_r, weight_stride_h, weight_stride_n, active_stride,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_SAMPLES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -118,42 +117,43 @@ def _attend_kernel(
     total = tl.sum(probs, 1)
     acc = tl.dot(probs.to(query.dtype), v, input_precision=PRECISION)
 
-    # The program that comes last adds the parts up, in their order whoever that is.
-    place = (req * tl.num_programs(1) + head) * SPLITS
-    width = head_dim + 2
-    part = parts + ((place + split) * GROUP + member) * width
+    place = (req * tl.num_programs(1) + head) * SPLITS + split
+    part = parts + (place * GROUP + member) * (head_dim + 2)
     tl.store(part[:, None] + dim[None, :], acc, mask=in_query)
     tl.store(part + head_dim, peak, mask=is_member)
     tl.store(part + head_dim + 1, total, mask=is_member)
-    tl.debug_barrier()
-    counter = arrived + req * tl.num_programs(1) + head
-    if tl.atomic_add(counter, 1, sem="acq_rel") < SPLITS - 1:
+
+
+@triton.jit
+def _merge_kernel(
+    active, out, lse, parts, lse_unit, head_dim, active_stride, lse_stride_b, lse_stride_h,
+    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    req, q_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(active + req * active_stride) == 0:
         return
-    tl.store(counter, 0)
-    tl.debug_barrier()
-    # The softmax starts with what was attended to before.
-    largest = tl.load(
-        lse + req * lse_stride_b + q_head * lse_stride_h, mask=is_member, other=float("-inf")
-    ) * lse_unit  # fmt: skip
-    to = out + (req * tl.num_programs(1) * GROUP + q_head)[:, None] * head_dim + dim[None, :]
-    is_begun = largest > float("-inf")
-    acc = tl.load(to, mask=in_query & is_begun[:, None], other=0.0).to(tl.float32)
-    total = tl.where(is_begun, 1.0, 0.0)
-    for index in tl.static_range(SPLITS):
-        part = parts + ((place + index) * GROUP + member) * width
-        found = tl.load(
-            part[:, None] + dim[None, :], mask=in_query, other=0.0, cache_modifier=".cg"
-        )
-        peak = tl.load(part + head_dim, mask=is_member, other=float("-inf"), cache_modifier=".cg")
-        summed = tl.load(part + head_dim + 1, mask=is_member, other=0.0, cache_modifier=".cg")
-        above = tl.maximum(largest, peak)
-        shift = tl.where(above == float("-inf"), 0.0, above)
-        decay, share = tl.exp(largest - shift), tl.exp(peak - shift)
-        total = total * decay + summed * share
-        acc = acc * decay[:, None] + found * share[:, None]
-        largest = above
+    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    is_split, in_dim = split < SPLITS, dim < head_dim
+    num_q_heads = tl.num_programs(1)
+    place = (req * (num_q_heads // GROUP) + q_head // GROUP) * SPLITS + split
+    part = parts + (place * GROUP + q_head % GROUP) * (head_dim + 2)
+    found = tl.load(
+        part[:, None] + dim[None, :], mask=is_split[:, None] & in_dim[None, :], other=0.0
+    )
+    peak = tl.load(part + head_dim, mask=is_split, other=float("-inf"))
+    summed = tl.load(part + head_dim + 1, mask=is_split, other=0.0)
+    # What was attended to before is one more part, of the denominator 1.
+    before = tl.load(lse + req * lse_stride_b + q_head * lse_stride_h) * lse_unit
+    to = out + (req * num_q_heads + q_head) * head_dim + dim
+    kept = tl.load(to, mask=in_dim, other=0.0).to(tl.float32)
+    kept = tl.where(before == float("-inf"), 0.0, kept)
+    largest = tl.maximum(tl.max(peak, 0), before)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    share, own = tl.exp(peak - shift), tl.exp(before - shift)
+    total = own + tl.sum(summed * share, 0)
+    acc = kept * own + tl.sum(found * share[:, None], 0)
     norm = tl.where(total > 0, total, 1.0)
-    tl.store(to, (acc / norm[:, None]).to(out.dtype.element_ty), mask=in_query)
+    tl.store(to, (acc / norm).to(out.dtype.element_ty), mask=in_dim)
 
 
 def load_sample_slots(
@@ -197,6 +197,41 @@ def load_sample_moves(
     )  # fmt: skip
 
 
+def begin_samples(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    log_weight: torch.Tensor,
+    active: torch.Tensor,
+    *,
+    scale: float,
+    scratch: torch.Tensor | None,
+) -> None:
+    """Attend to samples alone; see `tandemkv.kernels.samples.begin_samples`."""
+    num_reqs, num_qo_heads, head_dim = q.shape
+    num_kv_heads, num_samples = log_weight.shape[1:]
+    if not q.numel():
+        return
+    if scratch is None:
+        fail("scratch", None, "given on a GPU; make it once with make_sample_scratch")
+    group, is_full = num_qo_heads // num_kv_heads, q.dtype == torch.float32
+    splits = -(-num_samples // SPLIT_SAMPLES)
+    if scratch.numel() < num_reqs * num_qo_heads * splits * (head_dim + 2):
+        fail("scratch", scratch.shape, "made for at least the sizes of the call")
+    _parts_kernel[(num_reqs, num_kv_heads, splits)](
+        q, k_pool, v_pool, slots, rows, log_weight, active.view(torch.uint8), scratch,
+        scale, head_dim,
+        *q.stride(), *k_pool.stride(), *v_pool.stride(), *slots.stride(), rows.stride(0),
+        *log_weight.stride(), active.stride(0),
+        GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)),
+        BLOCK_N=SPLIT_SAMPLES, BLOCK_D=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
+        NUM_SAMPLES=num_samples, SPLITS=splits, PRECISION="ieee" if is_full else "tf32",
+        num_warps=4,
+    )  # fmt: skip
+
+
 def attend_samples(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -210,27 +245,21 @@ def attend_samples(
     *,
     scale: float,
     lse_unit: float,
-    scratch: SampleScratch | None,
+    scratch: torch.Tensor | None,
+    has_begun: bool = False,
 ) -> None:
     """Attend and merge; see `tandemkv.kernels.samples.attend_samples`."""
+    if not has_begun:
+        begin_samples(
+            q, k_pool, v_pool, slots, rows, log_weight, active, scale=scale, scratch=scratch
+        )  # fmt: skip
     num_reqs, num_qo_heads, head_dim = q.shape
-    num_kv_heads, num_samples = log_weight.shape[1:]
-    if not out.numel():
+    if not q.numel():
         return
-    if scratch is None:
-        fail("scratch", None, "given on a GPU; make it once with make_sample_scratch")
-    group, is_full = num_qo_heads // num_kv_heads, q.dtype == torch.float32
-    splits = -(-num_samples // SPLIT_SAMPLES)
-    wanted = num_reqs * num_qo_heads * splits * (head_dim + 2)
-    if scratch.parts.numel() < wanted or scratch.arrived.numel() < num_reqs * num_kv_heads:
-        fail("scratch", scratch.parts.shape, "made for at least the sizes of the call")
-    _attend_kernel[(num_reqs, num_kv_heads, splits)](
-        q, k_pool, v_pool, slots, rows, log_weight, active.view(torch.uint8), out, lse,
-        scratch.parts, scratch.arrived, scale, lse_unit, head_dim,
-        *q.stride(), *k_pool.stride(), *v_pool.stride(), *slots.stride(), rows.stride(0),
-        *log_weight.stride(), active.stride(0), *lse.stride(),
-        GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)),
-        BLOCK_N=SPLIT_SAMPLES, BLOCK_D=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
-        NUM_SAMPLES=num_samples, SPLITS=splits, PRECISION="ieee" if is_full else "tf32",
-        num_warps=4,
+    splits = -(-log_weight.shape[2] // SPLIT_SAMPLES)
+    _merge_kernel[(num_reqs, num_qo_heads)](
+        active.view(torch.uint8), out, lse, scratch, lse_unit, head_dim,
+        active.stride(0), *lse.stride(),
+        GROUP=num_qo_heads // log_weight.shape[1], BLOCK_S=triton.next_power_of_2(splits),
+        BLOCK_D=triton.next_power_of_2(head_dim), SPLITS=splits, num_warps=2,
     )  # fmt: skip

@@ -218,8 +218,7 @@ class DeviceTimings:
         active = torch.ones(sizes.batch, dtype=torch.bool, device=device)
         out, lse = torch.zeros_like(query), torch.zeros(query.shape[:2], device=device)
         scale = sizes.head_dim**-0.5
-        heads = (sizes.batch, sizes.qo_heads, sizes.kv_heads)
-        scratch = make_sample_scratch(*heads, count, sizes.head_dim, device)
+        scratch = make_sample_scratch(sizes.batch, sizes.qo_heads, count, sizes.head_dim, device)
         return self._timed(
             pools.nbytes,
             lambda: attend_samples(

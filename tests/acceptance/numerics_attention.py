@@ -94,7 +94,7 @@ def samples(draw: Draw) -> Iterator[Compared]:
     alone, lse = (torch.stack(part) for part in zip(*parts, strict=True))
     out = alone.to(query) if num_others else torch.full_like(q, math.nan)
     before = out.clone()
-    scratch = make_sample_scratch(num_reqs, q.shape[1], heads, num_samples, dim, q.device)
+    scratch = make_sample_scratch(num_reqs, q.shape[1], num_samples, dim, q.device)
     options = {"scale": scale, "lse_unit": unit, "scratch": scratch}
     slots_given = slots.to(draw.dtype("slots", INTS))
     attend_samples(q, k, v, slots_given, rows, weight, active, out, (lse / unit).float(), **options)

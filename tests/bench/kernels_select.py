@@ -190,8 +190,8 @@ def bench_samples(sizes: Sizes, num_samples: int) -> Iterator[dict[str, object]]
     active = torch.ones(sizes.num_reqs, dtype=torch.bool, device=DEVICE)
     before = torch.randn(q.shape, device=DEVICE).bfloat16()
     out, want = before.clone(), before.clone()
-    scale, heads = sizes.dim**-0.5, (query_heads, sizes.heads)
-    scratch = make_sample_scratch(sizes.num_reqs, *heads, num_samples, sizes.dim, DEVICE)
+    scale = sizes.dim**-0.5
+    scratch = make_sample_scratch(sizes.num_reqs, query_heads, num_samples, sizes.dim, DEVICE)
 
     def call(layer: int) -> None:
         attend_samples(

@@ -215,7 +215,7 @@ def _samples(device: torch.device, *, samples: int, dtype: torch.dtype = BF16) -
         new(query, dtype=dtype), pool, pool, slots, rows, new(BATCH + 1, KV_HEADS, samples),
         new(BATCH, dtype=torch.bool), new(query, dtype=dtype), new(BATCH, QO_HEADS),
         scale=DIM**-0.5, lse_unit=1.0,
-        scratch=make_sample_scratch(BATCH, QO_HEADS, KV_HEADS, samples, DIM, device),
+        scratch=make_sample_scratch(BATCH, QO_HEADS, samples, DIM, device),
     )  # fmt: skip
 
 

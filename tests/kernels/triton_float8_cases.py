@@ -58,7 +58,7 @@ def test_attend_samples() -> None:
     weight, lse = torch.randn(3, HEADS, 32, device=DEVICE), torch.randn(q.shape[:2], device=DEVICE)
     active = torch.tensor([True, True], device=DEVICE)
     want, got = q.clone(), q.clone()
-    scratch = make_sample_scratch(2, q.shape[1], HEADS, 32, q.shape[2], DEVICE)
+    scratch = make_sample_scratch(2, q.shape[1], 32, q.shape[2], DEVICE)
     sizes = {"scale": SCALE, "lse_unit": 1.0, "scratch": scratch}
     samples.attend_samples(q, k.float(), v.float(), slots, rows, weight, active, want, lse, **sizes)
     triton_samples.attend_samples(q, k, v, slots, rows, weight, active, got, lse, **sizes)

@@ -60,14 +60,18 @@ def test_attention(dtype: torch.dtype, group: int, dim: int, num_samples: int) -
     want = start.clone()
     arguments = (slots, rows, weight, active)
     samples.attend_samples(q, k, v, *arguments, want, lse, scale=dim**-0.5, lse_unit=math.log(2.0))
-    scratch = make_sample_scratch(num_reqs + 1, heads * group, heads, num_samples, dim, DEVICE)
-    for _ in range(2):  # what a call leaves in the scratch is no matter to the next
+    scratch = make_sample_scratch(num_reqs + 1, heads * group, num_samples, dim, DEVICE)
+    for has_begun in (False, True):  # what a call leaves in the scratch is no matter to the next
         got = start.clone()
+        if has_begun:
+            scratch.fill_(math.nan)
+            triton_samples.begin_samples(q, k, v, *arguments, scale=dim**-0.5, scratch=scratch)
         triton_samples.attend_samples(
-            q, k, v, *arguments, got, lse, scale=dim**-0.5, lse_unit=math.log(2.0), scratch=scratch
-        )
+            q, k, v, *arguments, got, lse, scale=dim**-0.5, lse_unit=math.log(2.0),
+            scratch=scratch, has_begun=has_begun,
+        )  # fmt: skip
+        assert_close(got, want.double(), TOLERANCES[dtype])
     assert torch.equal(got[2], start[2])
-    assert_close(got, want.double(), TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
