@@ -93,18 +93,19 @@ def test_score_window() -> None:
 
 def test_quantized_indexes() -> None:
     k, _ = pools()
-    slots = torch.tensor([5, -1, 90, 191], device=DEVICE)
     found = []
-    for module, pool in ((quantize, k.float()), (triton_quantize, k)):
-        codes = torch.zeros(k.shape, dtype=torch.int8, device=DEVICE)
-        scale = torch.zeros(k.shape[:2], device=DEVICE)
-        module.append_int8(pool, slots, codes, scale)
-        pages = torch.zeros(3, HEADS, 64, DIM // 2, dtype=torch.uint8, device=DEVICE)
-        scales = torch.zeros(3, HEADS, 2, DIM, dtype=torch.float16, device=DEVICE)
-        module.quantize_int4_pages(pool, torch.tensor([2, 0], device=DEVICE), pages, scales)
+    # The reference runs on the CPU: on a GPU torch divides by a number through its reciprocal.
+    for module, pool in ((quantize, k.float().cpu()), (triton_quantize, k)):
+        device = pool.device
+        codes = torch.zeros(k.shape, dtype=torch.int8, device=device)
+        scale = torch.zeros(k.shape[:2], device=device)
+        module.append_int8(pool, torch.tensor([5, -1, 90, 191], device=device), codes, scale)
+        pages = torch.zeros(3, HEADS, 64, DIM // 2, dtype=torch.uint8, device=device)
+        scales = torch.zeros(3, HEADS, 2, DIM, dtype=torch.float16, device=device)
+        module.quantize_int4_pages(pool, torch.tensor([2, 0], device=device), pages, scales)
         found.append((codes, scale, pages, scales))
     for want, got in zip(*found, strict=True):
-        assert torch.equal(got, want)
+        assert torch.equal(got.cpu(), want)
 
 
 def test_rows_are_copied_bit_by_bit() -> None:
