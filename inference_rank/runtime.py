@@ -67,10 +67,11 @@ class Runtime:
             **self.occupancy.values(),
             **values,
         }
-        channels = self.index_channels
-        of_all = (
-            {} if channels is None else {"index_channels": f"{channels} of {self.model.head_dim}"}
-        )
+        channels, calibrated = self.index_channels, dict[str, str]()
+        if channels is not None:
+            calibrated["index_channels"] = f"{channels} of {self.model.head_dim}"
+        if selection.declared.predictor:
+            calibrated["predictor"] = Path(selection.declared.predictor).name
         info = {
             "policy": selection.policy,
             "budget_tokens": str(selection.budget_tokens),
@@ -81,7 +82,7 @@ class Runtime:
             "late_layers": str(selection.num_late),
             **self.settings.placement.info(),
             "index_dtype": selection.index_dtype,
-            **of_all,
+            **calibrated,
             "model": self.model.architecture,
             "pid": str(os.getpid()),
             **info,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
 from tandemkv.cache_rank.protocol.models.index_channels import num_index_channels
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
+from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.runtime import Runtime
 from tandemkv.server.cli.commands import app
 from tandemkv.server.models.calibrated import (
     calibration_advice,
@@ -185,3 +188,21 @@ def test_a_failed_calibration_keeps_what_was_there(
     assert run("calibrate", str(tiny), "--texts", "8", "--tokens", "100").exit_code == 2
     assert queries_file(spec, 1).read_bytes() == before
     assert not list(calibration_folder(spec).glob("part-*"))
+
+
+def test_status_names_what_is_used(tiny: Path, spec: ModelSpec) -> None:
+    for is_calibrated in (True, False):
+        settings, _ = taken_up(spec, calibrated=is_calibrated)
+        runtime = Runtime(
+            settings=settings.rank_settings,
+            model=spec,
+            counters=Counters(),
+            resident_bytes=0,
+            occupancy=SimpleNamespace(values=dict),  # type: ignore[arg-type]
+        )
+        info = runtime.reply(epoch=1, ready=True, values={}, info={}).info
+        assert ("predictor" in info) == ("index_channels" in info) == is_calibrated
+        if is_calibrated:
+            assert (info["predictor"], info["index_channels"]) == (
+                "queries-1.safetensors", "32 of 64",
+            )  # fmt: skip
