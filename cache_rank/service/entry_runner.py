@@ -29,19 +29,20 @@ class AnnouncementDelays:
     """From the announcement of decode steps until the engine began the latest of them.
 
     Noted by one thread, read by any. Both processes read the host's monotonic clock, so their times
-    can be subtracted. On a GPU a step begins when its graph has been launched, on a CPU when its
-    own work starts. When the announcement has been read tells where the time goes.
+    can be subtracted. On a GPU a step begins when its graph is launched, on a CPU when its own work
+    starts. When the announcement was read, and when the launch had returned, which takes long for
+    a graph of many kernels, tells where the time goes.
     """
 
     def __init__(self) -> None:
-        self._delays_ns: deque[tuple[int, int]] = deque(maxlen=_KEPT_DELAYS)
+        self._delays_ns: deque[tuple[int, int, int]] = deque(maxlen=_KEPT_DELAYS)
 
-    def note(self, entry: StepEntry, *, read_ns: int) -> None:
-        """Note that `entry` begins now; it was read at this time of the clock."""
+    def note(self, entry: StepEntry, *, read_ns: int, begun_ns: int) -> None:
+        """Note that all of `entry` is queued now; it was read and begun at these times."""
         start = entry.announced_ns
         if start:
             now = time.monotonic_ns()
-            self._delays_ns.append((read_ns - start, now - start))
+            self._delays_ns.append((read_ns - start, begun_ns - start, now - start))
 
     def values(self) -> dict[str, float]:
         """Return medians and a 99th percentile in us by name; nothing before the first step."""
@@ -49,11 +50,12 @@ class AnnouncementDelays:
         if not found:
             return {}
         last = len(found) - 1
-        read, begun = (sorted(column) for column in zip(*found, strict=True))
+        read, begun, queued = (sorted(column) for column in zip(*found, strict=True))
         return {
             "announcement_read_p50_us": read[last // 2] / 1000,
             "announcement_p50_us": begun[last // 2] / 1000,
             "announcement_p99_us": begun[last * 99 // 100] / 1000,
+            "announcement_queued_p50_us": queued[last // 2] / 1000,
         }
 
 
@@ -210,8 +212,9 @@ class EntryRunner:
         """Do a decode step, or queue the graph of one."""
         kind, size = _DECODE_KINDS[entry.variant], len(entry.rows)
         self._engine.set_num_cold(entry.num_cold)
+        begun_ns = time.monotonic_ns()
         is_queued = self._graphs.replay(str(kind), size)
-        self.delays.note(entry, read_ns=read_ns)
+        self.delays.note(entry, read_ns=read_ns, begun_ns=begun_ns)
         self._engine.begin_step()  # behind the launch: nobody waits for what it copies
         if not is_queued:
             self._queue_decode(entry)
