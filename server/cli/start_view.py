@@ -38,6 +38,10 @@ class StartProgress:
             yield
         self._console.print(f"[green]ok[/]  {title} [dim]{time.monotonic() - started:.1f} s[/]")
 
+    def tell(self, text: str) -> None:
+        """Print `text`, which was decided or found in the stage under way, on a line that stays."""
+        self._console.print(f"    [dim]{escape(text)}[/]", soft_wrap=True)
+
     def note(self, text: str) -> None:
         """Show `text` beside the stage under way; overwritten by the next note."""
         if self._status is not None:

@@ -73,7 +73,7 @@ def serve(
     """
     progress = StartProgress(console)
     with progress.stage(f"model {settings.model}"):
-        launch = resolve_launch(settings, progress.note)
+        launch = resolve_launch(settings, progress.tell)
     run_dir = prepare_run_dir(launch, split)
     try:
         if enable_faults("launcher", run_dir.path):

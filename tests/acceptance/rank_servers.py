@@ -138,12 +138,13 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Environment of the servers: one thread each, no hub."""
+    """Environment of the servers: one thread each, no hub, nothing that was calibrated here."""
     return os.environ | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONSAFEPATH": "1",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "TANDEMKV_SERVE_CALIBRATED": "false",
     }
 
 

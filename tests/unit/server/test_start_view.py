@@ -7,7 +7,7 @@ import io
 
 from rich.console import Console
 
-from tandemkv.server.cli.start_view import start_view
+from tandemkv.server.cli.start_view import StartProgress, start_view
 
 VALUES = {
     "plan_refresh_steps": 2.0,
@@ -69,3 +69,15 @@ def test_what_was_not_measured_has_no_line() -> None:
 
 def test_without_a_plan_nothing_is_shown() -> None:
     assert start_view({"steps_total": 3.0}, {}) is None
+
+
+def test_what_was_decided_stays_on_the_screen() -> None:
+    console = Console(file=io.StringIO(), width=60, record=True)
+    progress = StartProgress(console)
+    with progress.stage("model m"):
+        progress.tell("placement: link local [x] " + "long " * 20)
+        progress.note("is overwritten")
+    told, ok = console.export_text().splitlines()
+    assert told.startswith("    placement: link local [x] long")
+    assert told.endswith("long "), "not broken, so that it can be searched for"
+    assert ok.startswith("ok  model m")
