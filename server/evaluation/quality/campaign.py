@@ -244,6 +244,8 @@ def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[s
             f"--config {request.config}: tandemkv quality measures several policies, and an option "
             "of one follows its name: --policies look_ahead+distance=2"
         )
+    if "calibrated" not in draft.model_fields_set:  # a setting is what stands in the command
+        flags["calibrated"] = Sourced(False, "tandemkv quality")
     if device == "cuda" and draft.selection.dense_tokens is None:
         # What serve would fill in is often longer than the prompts: dense against dense.
         flags[_DENSE_TOKENS] = Sourced(0, "tandemkv quality")

@@ -132,6 +132,18 @@ def test_as_served_is_what_serve_makes_of_the_same_command(prepared: Prepare) ->
     assert started.evaluation
 
 
+def test_only_as_served_takes_up_what_was_calibrated(prepared: Prepare) -> None:
+    """Else the same command would measure something else once a file is there."""
+    found = prepared("cpu", as_served=True, no_dense=True)
+    one, served = found.configurations
+    if not served.is_open:
+        one, served = served, one
+    assert not found.settings_of(one).calibrated
+    assert found.settings_of(served).calibrated
+    asked = prepared("cpu", "calibrated=true")
+    assert all(asked.settings_of(item).calibrated for item in asked.configurations[-1:])
+
+
 def test_as_served_takes_what_serve_would_take(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
