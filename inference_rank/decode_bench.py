@@ -103,7 +103,10 @@ def run_rank(
             _LOG.warning("%s", json.dumps(point))
             args.out.write_text(json.dumps(found, indent=1))
         if args.trace is not None and "error" not in point:  # what is measured stays
-            write_trace(runner, batch_size, context, args.trace, tp_rank)
+            try:
+                write_trace(runner, batch_size, context, args.trace, tp_rank)
+            except torch.cuda.OutOfMemoryError as error:
+                _LOG.warning("not traced: %s", str(error)[:200])
 
 
 def fill_norms() -> None:
@@ -303,8 +306,10 @@ def summary(values: list[float]) -> dict[str, float]:
 def num_cache_ranks() -> int:
     """Return how many cache ranks link `shared` leads to: those that can trace their steps."""
     runtime = runtime_module.current()
-    is_shared = runtime is not None and runtime.settings.placement.link == "shared"
-    return len(runtime.client.parts) if is_shared else 0
+    if runtime is None or runtime.settings.placement.link != "shared":
+        return 0
+    # Those of several inference ranks would be told the same name by each.
+    return len(runtime.client.parts) if runtime.settings.placement.tp_size == 1 else 0
 
 
 def write_trace(runner: Any, batch_size: int, context: int, folder: Path, tp_rank: int) -> None:

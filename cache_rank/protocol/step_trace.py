@@ -15,9 +15,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+if TYPE_CHECKING:  # commands read names of this module, and need no torch
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def traced_beside(folder: Path, name: str, count: int) -> Iterator[None]:
         _await(lambda: all(each.exists() for each in answers), "begun")
         yield
     finally:
-        wanted.unlink()
+        wanted.unlink(missing_ok=True)
         _await(lambda: not any(each.exists() for each in answers), "ended")
 
 
@@ -71,11 +72,14 @@ def tracer(
     streams are in a trace, also those of replayed graphs; on a CPU the operations of this thread.
     """
     folder = environ.get(TRACE_VARIABLE)
-    kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    return _trace(Path(folder), number, kind) if folder else None
+    return _trace(Path(folder), number, device.type) if folder else None
 
 
-def _trace(folder: Path, number: int, kind: ProfilerActivity) -> Iterator[None]:
+def _trace(folder: Path, number: int, device_type: str) -> Iterator[None]:
+    from torch import profiler as torch_profiler
+
+    kinds = torch_profiler.ProfilerActivity
+    kind = kinds.CUDA if device_type == "cuda" else kinds.CPU
     wanted = folder / _WANTED
     while True:
         while not wanted.exists():
@@ -83,7 +87,7 @@ def _trace(folder: Path, number: int, kind: ProfilerActivity) -> Iterator[None]:
         path = folder / f"{wanted.read_text(encoding='utf-8')}_engine{number}"
         running = path.with_name(path.name + _RUNNING)
         try:
-            with profile(activities=[kind]) as profiler:
+            with torch_profiler.profile(activities=[kind]) as profiler:
                 running.touch()
                 while wanted.exists():
                     yield

@@ -13,6 +13,7 @@ the layer's queries, keys and values.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -272,11 +273,8 @@ class SharedLink:
         connection = self._connection
         self.pass_step, self.is_void = None, False
         if self._signals.is_captured:
-            try:
+            with contextlib.suppress(CacheRankLostError):  # `begin` finds it lost as well
                 self._make_ready_for(kind, _DECODE_KINDS[variant], len(rows))
-            except CacheRankLostError:  # `begin` finds it lost as well
-                if self.breaks_off:
-                    raise
         connection.step += 1
         entry = StepEntry(
             kind=kind, step=connection.step, variant=variant, num_cold=num_cold, rows=tuple(rows)
@@ -327,13 +325,15 @@ class SharedLink:
 
         So requests that were interrupted wait for the graphs of their own steps, and not for all.
         """
-        wanted: list[tuple[DecodeKind, int]] = []
-        if entry is EntryKind.EXTEND:
-            wanted = [_PROMPTS]
-        elif entry is EntryKind.DECODE and (kind, size) in self._captured:
+        is_current = self._ready_epoch == self._connection.epoch
+        if is_current and (kind, size) in self._ready:
+            return
+        wanted = [_PROMPTS]  # what is queued and not captured is loaded with them
+        if entry is EntryKind.DECODE and (kind, size) in self._captured:
             wanted = self._captured[: self._captured.index((kind, size)) + 1]
-        if self._ready_epoch != self._connection.epoch or not self._ready.issuperset(wanted):
-            self._signals.drain()
+        if is_current and self._ready.issuperset(wanted):
+            return
+        if self._signals.drain():
             self._make_ready(*wanted)
 
     def _make_ready(self, *wanted: tuple[DecodeKind, int]) -> None:

@@ -123,8 +123,13 @@ class HostSignals:
         for connection in self._all:
             connection.give_up()
 
-    def drain(self) -> None:
-        """Wait until what was queued has run: an engine captures while no step is under way."""
+    def drain(self) -> bool:
+        """Wait until what was queued has run; False: some of it was lost.
+
+        An engine captures while no step is under way, and not before the next epoch once one is
+        lost.
+        """
+        return True
 
     def mask(self) -> None:
         """Let waits return at once and raises do nothing, until `begin`."""
@@ -254,10 +259,11 @@ class StreamSignals(HostSignals):
         self._await_finished()
         return self.end()  # nothing else of this pass would tell what was lost
 
-    def drain(self) -> None:
+    def drain(self) -> bool:
         """See `HostSignals.drain`."""
         if self._step.is_cuda:
             torch.cuda.current_stream(self._step.device).synchronize()
+        return not self.lost_step and not self._is_lost()
 
     def mask(self) -> None:
         """See `HostSignals.mask`."""

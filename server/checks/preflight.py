@@ -80,7 +80,7 @@ def resolve_launch(
     check_query_weights(settings, model_dir, config)
     FittedQueries.of(settings.selection, spec)  # refuses those of another model
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
-    advice = calibration_advice(settings) if device == "cuda" else None
+    advice = calibration_advice(settings, spec) if device == "cuda" else None
     if advice is not None:
         progress(advice)
     check_shared_gpus(settings.rank_settings.placement)

@@ -59,8 +59,7 @@ def with_calibration(
     nothing is filled in. Raises `SettingsError` if a file is damaged.
     """
     selection = settings.selection
-    is_alone = settings.cache_rank_address is not None or settings.nnodes > 1
-    if not settings.calibrated or is_alone or selection.policy != CALIBRATED_POLICY:
+    if not _takes_files(settings):
         return settings
     found = _with_files(selection, model)
     if found is selection:
@@ -74,11 +73,17 @@ def with_calibration(
     return settings.model_copy(update={"selection": found})
 
 
-def calibration_advice(settings: ServeSettings) -> str | None:
+def calibration_advice(settings: ServeSettings, model: ModelSpec) -> str | None:
     """Return what to tell whoever serves on GPUs without; None if it would change nothing."""
     selection = settings.selection
-    is_asked = settings.calibrated and selection.policy == CALIBRATED_POLICY
-    return _ADVICE if is_asked and not selection.index_channels else None
+    has_all = not selection.index_channels and selection.index_dtype != "native"
+    can_have = kept_channels(model.head_dim) is not None and not model.linear_layers
+    return _ADVICE if has_all and can_have and _takes_files(settings) else None
+
+
+def _takes_files(settings: ServeSettings) -> bool:
+    is_alone = settings.cache_rank_address is not None or settings.nnodes > 1
+    return settings.calibrated and not is_alone and settings.selection.policy == CALIBRATED_POLICY
 
 
 def _check(selection: SelectionSettings, model: ModelSpec) -> None:

@@ -140,7 +140,8 @@ def plan(
     shape = _shape(model, dtype).with_kv_dtype(settings.cache.kv_dtype)
     settings = _calibrated(settings, model, notes.append)
     config = _config(model, shape)
-    tp_size, num_cache_gpus = asked_placement(settings, spec_of(shape, config), gpus)
+    spec = spec_of(shape, config)
+    tp_size, num_cache_gpus = asked_placement(settings, spec, gpus)
     load = Workload.from_selection(
         settings.selection,
         context_tokens=context,
@@ -169,7 +170,7 @@ def plan(
             lines.append(f"start it with\n  {command}")
         lines += [_BREAK_EVEN.format(**even)] if even else []
         lines += [note] if note else []
-        advice = calibration_advice(settings)
+        advice = calibration_advice(settings, spec) if choice.chosen is not None else None
         lines += [*notes, *([] if advice is None else [advice]), *_notes(settings.selection)]
         if shape.max_context and context > shape.max_context:
             how = how_to_extend(config, context)

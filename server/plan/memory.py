@@ -96,6 +96,7 @@ def estimate_memory(
     linear = linear_shape(config, entry) if spec.linear_layers else None
     states = 0 if linear is None else len(spec.linear_layers) * linear.state_bytes
     is_copied = entry.gates_heads or read_weight_format(model_dir, config) is not None
+    is_copied = is_copied or bool(selection.declared.predictor)
     predicts = selection.declared.predicts_from_hidden and is_copied
     projection = spec.num_qo_heads * spec.head_dim * spec.hidden_size * item
     rows = settings.max_running_requests * selection.row_tokens

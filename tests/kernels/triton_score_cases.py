@@ -35,7 +35,7 @@ def tensor(values: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 128), (4, 64), (4, 128)])
 def test_score_keys(kind: str, page_size: int, group: int, dim: int) -> None:
     if kind == "int4" and page_size == 1:
-        page_size = 128  # int4 has no pages of one token; a tile is half of this one
+        page_size = 128  # int4 has no pages of one token; a tile is half of this one, or as long
     torch.manual_seed(group * dim + page_size)
     num_pages = 5 * -(-190 // page_size)
     keys = make_keys(

@@ -172,7 +172,8 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "-exact": {"selection.policy": "exact"},
     "-fp8kv": _FP8_KV,
 }
-"""What is varied. ``-no-selection`` attends to as many tokens, but never chooses any."""
+"""What is varied. ``-no-selection`` attends to as many tokens as K = 2048 and c = 2 do, twice as
+many as the defaults, but never chooses any."""
 
 
 BUILT_IN: Mapping[str, Configuration] = {

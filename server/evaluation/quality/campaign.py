@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import hashlib
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,7 @@ from tandemkv.server.checks.preflight import resolve_dtype, resolve_model
 from tandemkv.server.evaluation.corpus import built_in_corpus, read_corpus
 from tandemkv.server.evaluation.provenance import installed_versions, own_command
 from tandemkv.server.evaluation.tokenizing import Tokenizer, load_tokenizer
+from tandemkv.server.models.calibrated import channels_file, queries_file
 from tandemkv.server.plan.devices import resolve_device
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.policy_options import split_option
@@ -115,6 +118,8 @@ class Campaign:
         more: list[object] = [] if part == (1, 1) else [list(part)]
         if configuration.is_dense and dense_argv:
             more.append(list(dense_argv))
+        if configuration.system != "sglang":
+            more += _contents(self.settings_of(configuration), self.spec)
         samples = self.prompts.tasks[task]["samples_digest"]
         return digest(samples, configured, settings, self.spec.model_hash, *more)
 
@@ -214,6 +219,22 @@ def _check_part_and_dense(request: Request, tasks: Sequence[Task]) -> None:
             f"task={needing[0]} compares with dense; leave out --no-dense (results that are kept "
             "in --out are not measured again)"
         )
+
+
+def _contents(settings: ServeSettings, spec: ModelSpec) -> list[str]:
+    """Return digests of the files that are named, or may be taken up: their paths stay the same."""
+    selection = settings.selection
+    named = selection.declared.predictor, selection.index_channels, selection.calibration
+    paths = [Path(name).expanduser() for name in named if name]
+    if settings.calibrated:
+        paths += [queries_file(spec, selection.declared.layers_ahead), channels_file(spec)]
+    return [_content(path, path.stat().st_mtime_ns) for path in paths if path.is_file()]
+
+
+@functools.lru_cache
+def _content(path: Path, _changed_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
 
 
 def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[str, Sourced]:

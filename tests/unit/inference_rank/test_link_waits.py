@@ -11,6 +11,7 @@ import torch
 
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
@@ -153,7 +154,13 @@ def test_the_engine_of_a_new_epoch_captures_what_a_step_takes_when_it_comes_firs
     """Requests that go on wait for their own graph, and those that it takes its memory from."""
     signals.is_captured = True
     signals.mask = signals.raise_end = lambda: None  # type: ignore[attr-defined]
-    signals.drain = lambda: signals.asked.append(("drained",))  # type: ignore[attr-defined]
+    is_whole = True
+
+    def drain() -> bool:
+        signals.asked.append(("drained",))
+        return is_whole
+
+    signals.drain = drain  # type: ignore[attr-defined]
     part, selecting = Part(), DecodeKind.SELECTING
     link._connection.parts = [part]  # type: ignore[misc, assignment]
     for size in (4, 2, 1):
@@ -179,3 +186,27 @@ def test_the_engine_of_a_new_epoch_captures_what_a_step_takes_when_it_comes_firs
     assert signals.asked[2:] == [(EntryKind.DECODE, 3, [0, 0])]
     link.begin_extend([ExtendRow(row=1, prefix_len=0, length=50, table=rows, window=None)])
     assert part.taken() == [prompts]
+
+    link._connection.epoch, is_whole = 3, False  # type: ignore[misc]
+    begin(link, selecting)
+    assert part.taken() == [], "a step was lost: nothing is asked of that epoch"
+    link._connection.epoch, is_whole = 4, True  # type: ignore[misc]
+    begin(link, DecodeKind.INDEXING)
+    assert part.taken() == [prompts], "what is not captured is loaded, and not within the step"
+
+
+def test_an_engine_that_is_lost_while_it_captures_is_found_lost_by_the_step(
+    link: SharedLink, signals: Signals
+) -> None:
+    signals.is_captured, signals.is_there = True, False
+    signals.drain = lambda: True  # type: ignore[attr-defined]
+
+    def lose() -> None:
+        raise CacheRankLostError("it did not get ready")
+
+    part = Part()
+    part.await_prepared = lose  # type: ignore[method-assign]
+    link._connection.parts = [part]  # type: ignore[misc, assignment]
+    begin(link, DecodeKind.SELECTING)
+    assert link.is_void
+    assert part.taken()

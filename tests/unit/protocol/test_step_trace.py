@@ -80,7 +80,7 @@ def test_a_trace_that_fails_is_told_of_in_one_line(
     def refuse(**_: object) -> None:
         raise RuntimeError("CUPTI is used\nby another process")
 
-    monkeypatch.setattr(step_trace, "profile", refuse)
+    monkeypatch.setattr(torch.profiler, "profile", refuse)
     with stepping(tracer_of(tmp_path)) as step, traced_beside(tmp_path, "decode", 1):
         step()
     assert caplog.messages == [

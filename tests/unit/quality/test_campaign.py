@@ -22,6 +22,7 @@ from tandemkv.server.evaluation.quality.served import (
     differences,
     named,
 )
+from tandemkv.server.models.calibrated import queries_file
 from tandemkv.server.plan.placement_choice import resolve_placement
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sources import Sourced, load_settings, to_yaml
@@ -142,6 +143,20 @@ def test_only_as_served_takes_up_what_was_calibrated(prepared: Prepare) -> None:
     assert found.settings_of(served).calibrated
     asked = prepared("cpu", "calibrated=true")
     assert all(asked.settings_of(item).calibrated for item in asked.configurations[-1:])
+
+
+def test_a_result_is_of_what_a_file_held(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = prepared("cpu", policy=None, bare=True, as_served=True, no_dense=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(found.model_dir.parent / "cache"))
+    (served,) = found.configurations
+    path, digests = queries_file(found.spec, 1), [found.digest_of(served, "niah_single")]
+    path.parent.mkdir(parents=True)
+    for text in ("one", "another"):
+        path.write_text(text)
+        digests.append(found.digest_of(served, "niah_single"))
+    assert len(set(digests)) == 3
 
 
 def test_as_served_takes_what_serve_would_take(

@@ -62,7 +62,8 @@ def spec(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
 def taken_up(
     spec: ModelSpec, index_dtype: str = "int4", **given: Any
 ) -> tuple[ServeSettings, list[str]]:
-    selection = {"index_dtype": index_dtype, **given.pop("selection", {})}
+    selection = {"index_dtype": index_dtype, **given.get("selection", {})}
+    given = {name: value for name, value in given.items() if name != "selection"}
     settings = ServeSettings.model_validate({"model": "m", "selection": selection, **given})
     said: list[str] = []
     return with_calibration(settings, spec, said.append), said
@@ -126,12 +127,27 @@ def test_other_weights_are_another_model(spec: ModelSpec) -> None:
     other = msgspec.structs.replace(spec, model_hash="f" * 32)
     settings, said = taken_up(other)
     assert (settings.selection.index_channels, said) == (None, [])
-    assert "`tandemkv calibrate MODEL`" in (calibration_advice(settings) or "")
+    assert "`tandemkv calibrate MODEL`" in (calibration_advice(settings, other) or "")
 
 
-def test_no_advice_where_it_would_change_nothing(spec: ModelSpec) -> None:
-    for given in ({}, {"calibrated": False}, {"selection": {"policy": "oracle"}}):
-        assert calibration_advice(taken_up(spec, **given)[0]) is None
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"calibrated": False},
+        {"selection": {"policy": "oracle"}},
+        {"selection": {"index_dtype": "native"}},
+        {"cache_rank_address": "tcp://127.0.0.1:7400", "link_keys": "keys"},
+    ],
+    ids=["told not to", "another policy", "all channels", "a cache rank of another host"],
+)
+def test_no_advice_where_it_would_change_nothing(spec: ModelSpec, given: dict[str, Any]) -> None:
+    other = msgspec.structs.replace(spec, model_hash="f" * 32)
+    assert calibration_advice(taken_up(other)[0], other) is not None
+    assert calibration_advice(taken_up(other, **given)[0], other) is None
+    assert calibration_advice(taken_up(spec)[0], spec) is None, "it is calibrated"
+    for cannot in ({"head_dim": 32}, {"linear_layers": (0,)}):
+        model = msgspec.structs.replace(other, **cannot)
+        assert calibration_advice(taken_up(other)[0], model) is None
 
 
 def test_a_damaged_file_is_named(
