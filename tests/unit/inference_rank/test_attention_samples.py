@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from tandemkv.inference_rank.attention.resident_attention import (
 )
 from tandemkv.inference_rank.attention.resident_home import OwnSet, ResidentHome
 from tandemkv.inference_rank.attention.samples import OwnSamples, StepSamples, zeros_on
-from tandemkv.kernels.samples import sample_offsets
+from tandemkv.kernels.samples import attend_samples, sample_offsets
 
 CPU = torch.device("cpu")
 ROWS1, CONTEXT, NUM_SLOTS, HEADS, DIM, RECENT, SINK, SAMPLES = 4, 120, 500, 2, 4, 8, 2, 6
@@ -170,3 +171,53 @@ def test_a_lost_step_is_undone_by_filling_again(prompt: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), length
         step(length + 1)
     assert differed > CONTEXT - prompt - NUM_DENSE
+
+
+@pytest.mark.gpu
+def test_graphs_of_several_sizes_share_what_samples_work_in() -> None:
+    """Attention to samples runs beside the other in each graph, and is done where it is merged."""
+    torch.manual_seed(0)
+    cuda, max_batch, num_layers = torch.device("cuda"), 8, 6
+    model = msgspec.structs.replace(
+        MODEL, num_layers=num_layers, num_qo_heads=8, head_dim=64, dtype="float32"
+    )
+    selection = SELECTION.model_copy(update={"sample_tokens": 256})
+    k, v = torch.randn(2, 4096, HEADS, 64, device=cuda)
+    pool = SimpleNamespace(get_kv_buffer=lambda _: (k, v))
+    samples = StepSamples(pool, model, selection, max_batch, zeros_on(cuda))
+    samples.log_weight.copy_(torch.randn(samples.log_weight.shape))
+    rows = torch.arange(1, max_batch + 1, device=cuda)
+    table = torch.randint(0, 4096, (max_batch + 1, 1024), device=cuda).int()
+    samples.load(rows, torch.full_like(rows, 1000), table, 0)
+    queries = torch.randn(num_layers, max_batch, 8, 64, device=cuda)
+    begun = torch.randn(num_layers, max_batch, 8, 64, device=cuda)
+    lse = torch.randn(max_batch, 8, device=cuda)
+    graphs = {}
+    for size in (max_batch, 3):
+        out = torch.empty_like(begun[:, :size])
+
+        def step(out: torch.Tensor = out, size: int = size) -> None:
+            for layer in range(num_layers):
+                query = queries[layer, :size]
+                samples.begin(layer, query, scale=0.1)
+                out[layer] = begun[layer, :size]  # stands for the other attention
+                samples.attend(layer, query, out[layer], lse[:size], scale=0.1, lse_unit=1.0)
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        graphs[size] = graph, out
+    want = begun.cpu().clone()
+    for layer in range(num_layers):
+        attend_samples(
+            queries[layer].cpu(), k.cpu(), v.cpu(), samples._slots.cpu(), rows.cpu(),
+            samples.log_weight[layer].cpu(), torch.ones(max_batch, dtype=torch.bool), want[layer],
+            lse.cpu(), scale=0.1,
+        )  # fmt: skip
+    for _ in range(20):
+        for size, (graph, out) in graphs.items():
+            out.zero_()
+            graph.replay()
+            assert torch.allclose(out.cpu(), want[:, :size], atol=1e-4), size
