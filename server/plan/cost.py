@@ -58,7 +58,7 @@ class CostConstants:
     - `samples_fixed_us`, `samples_bandwidth`: attention over 128, 512 and 1024 samples, 4.8, 10.8
       and 18.5 us at batch 8 (docs/benchmarks/samples.json), and what a layer takes longer for 128
       in a step: 8.3 to 9.4 us at batch 8, 9.0 to 10.0 at batch 1. Measured behind the resident
-      set; beside it (decision record 36) a step is 3 to 6 % shorter than predicted.
+      set; beside it (decision record 36) a step is 3 to 4 % shorter than predicted.
     - `scan_overlap`, `in_process_overlap`: shares of what a scan reads, and of the rest of a
       selection, that hide behind the model when both use one GPU. Reading needs the memory
       bandwidth that the weights need; the rest is a few programs, and latency. Of it 0.19 to 0.22
