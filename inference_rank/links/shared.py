@@ -325,14 +325,11 @@ class SharedLink:
 
         So requests that were interrupted wait for the graphs of their own steps, and not for all.
         """
-        is_current = self._ready_epoch == self._connection.epoch
-        if is_current and (kind, size) in self._ready:
+        is_captured = entry is EntryKind.DECODE and (kind, size) in self._captured
+        last = (kind, size) if is_captured else _PROMPTS  # what is not captured is loaded with them
+        if self._ready_epoch == self._connection.epoch and last in self._ready:
             return
-        wanted = [_PROMPTS]  # what is queued and not captured is loaded with them
-        if entry is EntryKind.DECODE and (kind, size) in self._captured:
-            wanted = self._captured[: self._captured.index((kind, size)) + 1]
-        if is_current and self._ready.issuperset(wanted):
-            return
+        wanted = self._captured[: self._captured.index(last) + 1] if is_captured else [last]
         if self._signals.drain():
             self._make_ready(*wanted)
 

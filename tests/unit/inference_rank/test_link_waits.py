@@ -193,6 +193,12 @@ def test_the_engine_of_a_new_epoch_captures_what_a_step_takes_when_it_comes_firs
     link._connection.epoch, is_whole = 4, True  # type: ignore[misc]
     begin(link, DecodeKind.INDEXING)
     assert part.taken() == [prompts], "what is not captured is loaded, and not within the step"
+    link._connection.epoch = 5  # type: ignore[misc]
+    begin(link, selecting)
+    link._ready.add((DecodeKind.DENSE, 1))  # a decode step of one request, which is no prompt
+    part.taken()
+    link.begin_extend([ExtendRow(row=1, prefix_len=0, length=50, table=rows, window=None)])
+    assert part.taken() == [prompts]
 
 
 def test_an_engine_that_is_lost_while_it_captures_is_found_lost_by_the_step(
