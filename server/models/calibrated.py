@@ -101,6 +101,8 @@ def _with_files(selection: SelectionSettings, model: ModelSpec) -> SelectionSett
         values = selection.model_dump(exclude_unset=True, exclude={"declared"})
         values["options"] = {**selection.options, "predictor": str(queries)}
         selection = resolve_selection(values)
+    if not selection.declared.predictor:  # what channels lose, fitted queries win back
+        return selection
     channels = channels_file(model)
     if selection.index_dtype != "native" and not selection.index_channels and channels.is_file():
         selection = selection.model_copy(update={"index_channels": str(channels)})
