@@ -153,11 +153,15 @@ def test_no_advice_where_it_would_change_nothing(spec: ModelSpec, given: dict[st
 def test_a_damaged_file_is_named(
     spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    whole = [queries_file(spec, 1).read_bytes(), channels_file(spec).read_bytes()]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    channels_file(spec).parent.mkdir(parents=True)
-    channels_file(spec).write_bytes(b"damaged")
-    with pytest.raises(SettingsError, match=r"channels\.safetensors: cannot be read"):
-        taken_up(spec)
+    paths = queries_file(spec, 1), channels_file(spec)
+    paths[0].parent.mkdir(parents=True)
+    for damaged in paths:
+        for path, content in zip(paths, whole, strict=True):
+            path.write_bytes(b"damaged" if path == damaged else content)
+        with pytest.raises(SettingsError, match=rf"{damaged.name}: cannot be read"):
+            taken_up(spec)
 
 
 @pytest.mark.parametrize(
