@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import transformers.modeling_gguf_pytorch_utils as gguf_reader
 from tokenizers import Tokenizer
 from transformers import (
@@ -42,9 +43,7 @@ def convert_gguf(gguf: Path, out: Path, report: Callable[[str], object]) -> None
             str(gguf.parent), gguf_file=gguf.name, local_files_only=True
         )
         report("reading the weights")
-        model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, local_files_only=True
-        )
+        model = _unpacked_model(gguf)
         report("writing the weights")
         model.config._name_or_path = "SmolLM2-135M-Instruct"
         model.config.tie_word_embeddings = True
@@ -56,6 +55,28 @@ def convert_gguf(gguf: Path, out: Path, report: Callable[[str], object]) -> None
         repaired_tokenizer(source).save_pretrained(out)
     for path in out.iterdir():
         path.chmod(0o644)
+
+
+def _unpacked_model(gguf: Path) -> Any:
+    """Return the model of a GGUF file with plain bfloat16 weights.
+
+    From 5.19 on transformers keeps quantized weights packed unless it is told not to, and writes no
+    model that came from such a file: so a fresh one takes the weights over.
+    """
+    config_class = getattr(transformers, "GgufConfig", None)
+    unpacks = {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
+    read = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, local_files_only=True,
+        **unpacks,
+    )  # fmt: skip
+    if config_class is None:
+        return read
+    config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    return model
 
 
 def repaired_tokenizer(source: Any) -> Any:
