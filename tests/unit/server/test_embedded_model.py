@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded model: found, converted once, whole or not at all."""
 
+import hashlib
 import json
 import multiprocessing
 import sys
@@ -21,6 +22,8 @@ from tandemkv.server.models.embedded_model import (
 )
 
 WEIGHTS = b"weights" * 100
+REAL_WEIGHTS = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
+"""SHA-256 of what SmolLM2's file is converted to."""
 
 
 class FakeConversion:
@@ -142,6 +145,16 @@ def test_two_processes_convert_once(cache: Path, monkeypatch: pytest.MonkeyPatch
     for process in children:
         process.join(timeout=20)
     assert sorted(results) == [(0, True), (1, True)]
+
+
+def test_every_transformers_unpacks_the_same_weights(tmp_path: Path) -> None:
+    """Newer ones keep the weights of a GGUF file packed unless they are told not to."""
+    from tandemkv.server.models.gguf_conversion import convert_gguf
+
+    convert_gguf(find_gguf(), tmp_path, lambda _: None)
+    weights = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+    assert weights == REAL_WEIGHTS
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
 
 
 @pytest.mark.slow
