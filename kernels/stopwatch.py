@@ -75,6 +75,7 @@ def _on_gpu(
                 run()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph() if is_captured else None
+        again: Callable[[], object] = run if graph is None else graph.replay
         if graph is not None:
             # Other threads of the process (status, metrics) must not break the capture.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -85,7 +86,7 @@ def _on_gpu(
             prepare()
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
-            _ = run() if graph is None else graph.replay()
+            again()
             after.record()
             torch.cuda.synchronize(device)
             samples.append(1e3 * before.elapsed_time(after))
