@@ -24,6 +24,7 @@ def median_us(
     *,
     prepare: Callable[[], object] = _nothing,
     budget_s: float = 0.4,
+    is_captured: bool = True,
 ) -> float:
     """Return the median time of `run`, in us.
 
@@ -33,7 +34,8 @@ def median_us(
     Parameters
     ----------
     run : Callable
-        On a GPU, work of fixed shape on `device`'s current stream that never waits for it.
+        On a GPU, work of fixed shape on `device`'s current stream that never waits for it, if it
+        `is_captured`.
     device : torch.device
         Where the work is done.
     prepare : Callable
@@ -41,9 +43,11 @@ def median_us(
     budget_s : float
         No further run is begun after so long. On a CPU the first run does not count, unless it
         used the budget up.
+    is_captured : bool
+        Whether a GPU may capture `run`; else its launches are part of its time.
     """
     if device.type == "cuda":
-        return _on_gpu(run, device, prepare, budget_s)
+        return _on_gpu(run, device, prepare, budget_s, is_captured)
     samples: list[float] = []
     end = time.perf_counter() + budget_s
     while len(samples) < _MOST_RUNS and (not samples or time.perf_counter() < end):
@@ -59,6 +63,7 @@ def _on_gpu(
     device: torch.device,
     prepare: Callable[[], object],
     budget_s: float,
+    is_captured: bool,
 ) -> float:
     stream = shared_stream(device, LANE_PRIORITY)  # a lane of selection: scans fork from it
     assert stream is not None
@@ -69,19 +74,22 @@ def _on_gpu(
                 prepare()
                 run()
         torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process (status, metrics) must not break the capture.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            run()
+        graph = torch.cuda.CUDAGraph() if is_captured else None
+        again: Callable[[], object] = run if graph is None else graph.replay
+        if graph is not None:
+            # Other threads of the process (status, metrics) must not break the capture.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                run()
         samples: list[float] = []
         end = time.perf_counter() + budget_s
         while len(samples) < _MOST_RUNS and (not samples or time.perf_counter() < end):
             prepare()
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
-            graph.replay()
+            again()
             after.record()
             torch.cuda.synchronize(device)
             samples.append(1e3 * before.elapsed_time(after))
-        graph.reset()
+        if graph is not None:
+            graph.reset()
     return statistics.median(samples)

@@ -9,6 +9,7 @@ from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.step_tables import CandidateTables, load_candidates
+from tandemkv.kernels.to_device import to_device
 
 
 class DecodeBatch:
@@ -93,11 +94,11 @@ class DecodeBatch:
     def load_slow(self, slow: torch.Tensor, *, num_layers: int, fills_others: bool) -> None:
         """Let selections of the step that was loaded be for the `slow` requests alone.
 
-        ``slow [B]`` bool; `num_layers` as in `load`, which counts none then. With `fills_others`
-        the sets of the others are filled up where they have empty slots.
+        ``slow [B]`` bool, on the host; `num_layers` as in `load`, which counts none then. With
+        `fills_others` the sets of the others are filled up where they have empty slots.
         """
         active = self.active[: len(slow)]
-        self._slow = slow.to(active.device) & active
+        self._slow = to_device(slow.tolist(), active.device, torch.bool) & active
         self._selections += self._slow.sum() * num_layers
         if not fills_others:
             active &= self._slow

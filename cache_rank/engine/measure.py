@@ -194,7 +194,10 @@ class _Scratch:
             rank.fetch(0, self.batch)
             rank.end_step()
 
-        return median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))
+        return median_us(
+            select, device, prepare=lambda: rank.begin_decode(rows, lengths, table),
+            is_captured=rank.is_captured,
+        )  # fmt: skip
 
     def transfer_us(self, rank: CacheEngine, context: int, *, cap: int) -> float:
         """Median time of copying `cap` rows a request and head, in microseconds."""

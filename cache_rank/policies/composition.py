@@ -90,19 +90,20 @@ def check_device(policy: type[Policy], name: str, device: str) -> None:
 
 
 def check_placement(policy: type[Policy], name: str, placement: Placement) -> None:
-    """Refuse a policy whose steps are not captured where two processes with GPUs need them to be.
+    """Refuse a policy whose steps are not captured where processes with GPUs need them to be.
 
-    Raises `PolicyError`, saying what to do.
+    They do by messages, and with several cache ranks. Raises `PolicyError`, saying what to do.
     """
-    is_apart = placement.model_device == "cuda" and placement.maps_memory
+    if placement.model_device != "cuda" or not placement.maps_memory or is_captured(policy):
+        return
+    is_alone = placement.link == "shared" and placement.head_shards == 1
     # What an engine on the CPU does is captured by nobody.
-    is_safe = is_captured(policy) or (
-        placement.host_engine and not policy.capabilities.has_slow_steps
-    )
-    if is_apart and not is_safe:
+    is_safe = not (placement.host_engine and policy.capabilities.has_slow_steps)
+    if not (is_alone and is_safe):
         raise PolicyError(
-            f"policy={name}: its decode steps are not captured, and two processes with GPUs wait "
-            "for each other in captured steps; use --cache-ranks 0, or another --policy"
+            f"policy={name}: its decode steps are not captured. Beside a model on a GPU such a "
+            "policy has one cache rank, on another GPU of the same host, or is in SGLang's "
+            "process; use --cache-ranks 1 --transport shared, --cache-ranks 0, or another --policy"
         )
 
 

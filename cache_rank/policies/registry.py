@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
     DEFAULT_POLICY,
     SelectionSettings,
 )
 
 from .base import Policy, PolicyError, ScoringPolicy
-from .composition import check_class
+from .composition import check_class, is_captured
 from .options import PolicyOptions, check_options_model, read_options
 
 _HERE = "tandemkv.cache_rank.policies"
@@ -107,8 +108,14 @@ def selection_values(selection: SelectionSettings | Mapping[str, Any]) -> dict[s
     options = read_options(found.options_model, name, values.get("options") or {})
     return values | {
         "options": options.model_dump(exclude_defaults=True),
-        "declared": options.declare(found.capabilities),
+        "declared": _declared(found, options),
     }
+
+
+def _declared(policy: type[Policy], options: PolicyOptions) -> DeclaredPolicy:
+    """Return what a policy declares with `options`."""
+    declared = options.declare(policy.capabilities)
+    return declared.model_copy(update={"is_captured": is_captured(policy)})
 
 
 def options_of(policy: type[Policy], selection: SelectionSettings) -> PolicyOptions:
@@ -124,7 +131,7 @@ def check_resolved(policy: type[Policy], selection: SelectionSettings) -> None:
 
     Raises `PolicyError` if they were.
     """
-    declared = options_of(policy, selection).declare(policy.capabilities)
+    declared = _declared(policy, options_of(policy, selection))
     if selection.declared != declared:
         raise PolicyError(
             f"policy={selection.policy}: the settings were made for another declaration "

@@ -230,7 +230,8 @@ class Engine(Protocol):
 
         ``rows [B]``, ``lengths [B]`` (after the step) and ``req_to_token [rows, max_context]``
         int32, the slot of each position, are on the cache rank's device. Whether the step `selects`
-        is counted. With `slow_steps`, ``slow [B]`` bool are the requests that are selected for.
+        is counted. With `slow_steps`, ``slow [B]`` bool, on the host, are the requests that are
+        selected for.
         """
 
     def end_step(self) -> None:

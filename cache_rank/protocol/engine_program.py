@@ -77,6 +77,8 @@ class EngineProgram:
         selected for, for the next step on. Nothing is selected for others.
     index_interval : int
         As above; 1 if queries are kept. A request of another length may be left out.
+    is_captured : bool
+        Whether a GPU captures decode steps; else each is queued anew, and may wait for the device.
 
     Raises
     ------
@@ -119,6 +121,7 @@ class EngineProgram:
         self._is_remote = self.is_far and not settings.placement.host_engine
         self.tells_all = settings.placement.has_far_host
         self.slow_steps = selection.declared.refresh
+        self.is_captured = selection.declared.is_captured
         # A policy that attends selects nothing for the inference rank to attend to.
         has_selections = timing is not Timing.NONE and not self.attends
         layers = range(model.num_layers if has_selections else 0)

@@ -64,9 +64,12 @@ class EntryRunner:
 
     On a GPU all is queued on the thread's current stream and on lanes beside it. A decode step that
     was prepared is replayed as a CUDA graph: it waits for the step to begin, reads its requests
-    from the engine's memory, and ends with what the next step waits for. `versions`, copies of the
-    books, is None if nothing is selected. `host` is where the two hosts tell each other what was
-    taken, and what was taken up; `warm_up` loads what prompts need, before the first of them.
+    from the engine's memory, and ends with what the next step waits for. One that nobody may
+    capture (`Engine.is_captured`) is queued anew each time, in the order in which a CPU does it.
+    This thread may wait for the device in it: for all that was queued the forward pass raises its
+    flags without anything that comes later. `versions`, copies of the books, is None if nothing is
+    selected. `host` is where the two hosts tell each other what was taken, and what was taken up;
+    `warm_up` loads what prompts need, before the first of them.
 
     Attributes
     ----------
@@ -123,6 +126,7 @@ class EntryRunner:
                 self._prepare(entry)
                 self._settle(None)
         except StepAbortedError:
+            self._lanes.join()
             if self._is_gone():
                 raise
         self._signals.finish()
@@ -244,7 +248,11 @@ class EntryRunner:
         self._settle(changed)
 
     def _prepare(self, entry: StepEntry) -> None:
-        """Load the kernels of prompts (no requests), or capture a decode step of so many."""
+        """Load the kernels of prompts (no requests), or capture a decode step of so many.
+
+        A step that nobody may capture is rehearsed: its kernels are loaded, and the policy is asked
+        about no request.
+        """
         signals, kind, size = self._signals, _DECODE_KINDS[entry.variant], len(entry.rows)
         if not isinstance(signals, StreamSignals):
             return
@@ -252,7 +260,10 @@ class EntryRunner:
             self._warm_up()
         else:
             with signals.masked():
-                self._graphs.capture(str(kind), size, lambda: self._queue_decode(entry))
+                if self._engine.is_captured:
+                    self._graphs.capture(str(kind), size, lambda: self._queue_decode(entry))
+                else:
+                    self._queue_decode(entry)
         signals.confirm_prepared()
 
     def _select(self, kind: DecodeKind, size: int) -> None:
@@ -289,6 +300,7 @@ class EntryRunner:
             lane = engine.lane_of(target)
             with self._lanes.enter(lane, after=before):
                 self._signals.await_input(layer, size)
+                self._stop_if_lost()
                 engine.choose_ahead(target, streams[layer, :size])
                 self._fetch(program.fetched_by(target), size)
                 self._index_stored(layer, size, lane)
@@ -297,6 +309,7 @@ class EntryRunner:
             for late in program.late_layers:
                 lane = engine.lane_of(late)
                 with self._lanes.enter(lane, after=before):
+                    self._stop_if_lost()
                     engine.choose_late(late, streams[late, :size])
                     self._fetch_for_next(DecodeKind.SELECTING, late, size)
                 before = lane
@@ -305,6 +318,7 @@ class EntryRunner:
         lane = self._engine.lane_of(layer)
         with self._lanes.enter(lane):
             self._signals.await_query(layer, size)
+            self._stop_if_lost()
             self._engine.choose(layer, self._tensors["queries"][layer, :size])
             self._fetch(self._program.fetched_by(layer), size)
             self._index_stored(layer, size, lane)
@@ -327,6 +341,7 @@ class EntryRunner:
         with self._lanes.enter(engine.lane_of(layer)):
             self._signals.await_query(layer, size)
             if self._program.is_source(layer):
+                self._stop_if_lost()
                 engine.append(layer, size)
                 query = self._tensors["queries"][layer, :size]
                 if not self._program.selects_later(kind):
@@ -334,6 +349,11 @@ class EntryRunner:
                     return
                 engine.choose(layer, query)
             self._fetch_for_next(kind, layer, size)
+
+    def _stop_if_lost(self) -> None:
+        """End a step that is lost before a policy is asked that would keep what it is given."""
+        if not self._engine.is_captured:
+            self._signals.stop_if_lost()
 
     def _index_stored(self, layer: int, size: int, lane: int | None = None) -> None:
         """Index the newest keys of layers before `layer`, of one lane if given.

@@ -83,6 +83,9 @@ class HostSignals:
         """Wait until all tokens of the step are stored."""
         self._wait(self._at.input(self._at.end))
 
+    def stop_if_lost(self) -> None:
+        """Raise `StepAbortedError` if a wait of this step was given up; here the wait does so."""
+
     def raise_loaded(self) -> None:
         """Tell that the request table of the step has been read."""
         self._flags.raise_to(self._at.LOADED, self._step)

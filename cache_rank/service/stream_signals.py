@@ -17,7 +17,7 @@ from tandemkv.cache_rank.protocol.step_ring import StepEntry
 from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
 from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
-from .signals import WordSignals
+from .signals import StepAbortedError, WordSignals
 
 
 class StreamSignals(WordSignals):
@@ -48,6 +48,7 @@ class StreamSignals(WordSignals):
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
         self._beside = shared_stream(device, LANE_PRIORITY, number=7)
         self._number = self._progress = 0
+        self._is_masked = False
 
     def begin(self, step: int) -> None:
         """See `HostSignals.begin`."""
@@ -63,6 +64,11 @@ class StreamSignals(WordSignals):
     def step(self) -> torch.Tensor:
         """See `HostSignals.step`."""
         return self._step
+
+    def stop_if_lost(self) -> None:
+        """See `HostSignals.stop_if_lost`: waits for what the current stream has queued."""
+        if not self._is_masked and bool(self._lost.any()):
+            raise StepAbortedError(f"step {self._number} was lost")
 
     def raise_ready(self, layer: int) -> None:
         """See `HostSignals.raise_ready`."""
@@ -90,7 +96,7 @@ class StreamSignals(WordSignals):
         self._host.raise_to(self._at.PROGRESS, self._progress)
 
     def confirm_prepared(self) -> None:
-        """Tell the other host that a graph has been captured."""
+        """Tell the other host that a step has been rehearsed, or a graph of it captured."""
         torch.cuda.current_stream(self._step.device).synchronize()
         self._host.raise_to(self._at.FINISHED, self._number)
 
@@ -100,6 +106,7 @@ class StreamSignals(WordSignals):
 
         The other process sends the requests of a step anew before it begins.
         """
+        self._is_masked = True
         self._lost.fill_(1)
         self._rows.fill_(PADDING_ROW)
         self._lengths.fill_(1)
@@ -107,6 +114,7 @@ class StreamSignals(WordSignals):
             yield
         finally:
             self._lost.zero_()
+            self._is_masked = False
 
     def abort(self) -> None:
         """End the waits that are under way, and all later ones. Safe from any thread."""

@@ -18,6 +18,7 @@ from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
 from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.kernels.to_device import to_device
 
 from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart
@@ -69,7 +70,7 @@ class ResidentBackend(AttentionBackend):
         self._kind = self.captured_kind = DecodeKind.DENSE
         self.cache_device, self.shares_gpu = cache_device, cache_device == device
         self._is_decode = self._is_verify = False
-        self._slow: torch.Tensor | None = None
+        self._slow_far: torch.Tensor | None = None  # places of those that attend far away
         self._num_steps = 0
         self._windows: list[tuple[int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
@@ -165,8 +166,8 @@ class ResidentBackend(AttentionBackend):
                 rest=link.attend_selected(index, query), sinks=kwargs.get("sinks"),
             )  # fmt: skip
             whole = link.remote_output(index)
-            if whole is not None and self._slow is not None:
-                out[self._slow] = whole[self._slow]
+            if whole is not None and self._slow_far is not None:
+                out[self._slow_far] = whole[self._slow_far]
             if self._probe is not None:
                 self._probe.after_layer(index, query, self._pool.req_to_token)
         link.attended(index, query, size)
@@ -261,8 +262,11 @@ class ResidentBackend(AttentionBackend):
         self._table.load(rows, lengths, req_to_token, dense.num_dense)
         if self._home.samples is not None:
             self._home.samples.load(rows, lengths, req_to_token, dense.num_dense)
-        self._slow = slow
-        if slow is not None and not self._program.is_far:  # else they attend where the K/V are
+        self._slow_far = None
+        if slow is not None and self._program.is_far:  # they attend where the K/V are
+            places = slow.nonzero()[:, 0].tolist()
+            self._slow_far = to_device(places, rows.device) if places else None
+        elif slow is not None:
             self._table.attend_whole(slow, rows, lengths, req_to_token)
             if self._home.samples is not None:
                 self._home.samples.leave_out(slow)
@@ -306,13 +310,15 @@ class ResidentBackend(AttentionBackend):
     ) -> torch.Tensor | None:
         """Return who attends to everything because its step is slow, ``[B]`` bool on the host.
 
-        None for a policy that has no slow steps. Those that have some run on a CPU only, where
-        rows and tokens are at hand.
+        None for a policy that has no slow steps. On a GPU tokens, where they decide, are waited
+        for, which the overlap scheduler does not do by itself.
         """
         if not self._program.slow_steps:
             return None
         refresh, size = self._runtime.refresh, len(lengths)
-        rows = forward_batch.req_pool_indices[:size].tolist()
+        rows = self._runtime.rows_on_host
+        if rows is None:  # this waits for the GPU
+            rows = forward_batch.req_pool_indices[:size].tolist()
         tokens = forward_batch.input_ids[:size].tolist() if refresh.wants_tokens else [None] * size
         found = []
         for row, length, token in zip(rows, lengths.tolist(), tokens, strict=True):

@@ -324,12 +324,15 @@ class SharedLink:
         """Let the engine of a new epoch load or capture what a step takes, when it comes first.
 
         So requests that were interrupted wait for the graphs of their own steps, and not for all.
+        Of a policy whose steps nobody captures, SGLang rehearses none: the engine does.
         """
-        is_captured = entry is EntryKind.DECODE and (kind, size) in self._captured
-        last = (kind, size) if is_captured else _PROMPTS  # what is not captured is loaded with them
-        if self._ready_epoch == self._connection.epoch and last in self._ready:
+        wanted, step = [_PROMPTS], (kind, size)  # what is not captured is loaded with prompts
+        if entry is EntryKind.DECODE and step in self._captured:
+            wanted = self._captured[: self._captured.index(step) + 1]
+        elif entry is EntryKind.DECODE and not self.program.is_captured:
+            wanted = [_PROMPTS, step]
+        if self._ready_epoch == self._connection.epoch and wanted[-1] in self._ready:
             return
-        wanted = self._captured[: self._captured.index(last) + 1] if is_captured else [last]
         if self._signals.drain():
             self._make_ready(*wanted)
 

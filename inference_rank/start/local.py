@@ -378,7 +378,8 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
     # So does an engine on the CPU beside a GPU.
     attends_there = placement.has_far_host and placement.model_device == "cpu"
     is_apart = placement.has_far_pool and not (attends_there or placement.host_engine)
-    if is_apart and (declared.has_slow_steps or declared.attends):
+    is_slow_by_messages = declared.has_slow_steps and placement.has_far_host
+    if is_apart and (declared.attends or is_slow_by_messages):
         raise SettingsError(
             f"policy={selection.policy} attends to tokens that are not resident, and with "
             f"transport={placement.link} these are not where the model is; use --cache-ranks 0"

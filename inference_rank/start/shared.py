@@ -149,6 +149,16 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     return backend
 
 
+def wait_limit_s(settings: RankSettings) -> float:
+    """Return how long the model's GPU waits for the engine, if nobody notices that it is lost."""
+    limit = limit_s(settings.exchange)
+    # A CPU takes its time. So does a host that launches each kernel of a step: a policy of its own
+    # may have one compiled in the middle of it.
+    if settings.placement.host_engine or not settings.selection.declared.is_captured:
+        limit = max(limit, settings.exchange.transfer_timeout_s)
+    return limit
+
+
 def _where(settings: RankSettings) -> str:
     placement = settings.placement
     if placement.host_engine:
@@ -166,10 +176,9 @@ def _link(
     is_far = settings.placement.has_far_pool
     signals: HostSignals
     if pool.mapped.homes.are_on_gpu:
-        limit = limit_s(settings.exchange)
-        if pool.mapped.homes.host_engine:  # as a CPU takes its time: one that is lost is noticed
-            limit = max(limit, settings.exchange.transfer_timeout_s)
-        signals = StreamSignals(connection.parts, num_layers, timeout_s=limit, sends_beside=is_far)
+        signals = StreamSignals(
+            connection.parts, num_layers, timeout_s=wait_limit_s(settings), sends_beside=is_far
+        )
     else:
         signals = HostSignals(connection.parts, num_layers, sends_beside=is_far)
     return SharedLink(

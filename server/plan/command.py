@@ -156,7 +156,8 @@ def plan(
     in_process = {each.name for each in possible if each.kind is PlacementKind.IN_PROCESS}
     choice = choose_placement(
         shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost, tp_size=tp_size,
-        num_cache_gpus=num_cache_gpus, available=None if is_captured else in_process,
+        num_cache_gpus=num_cache_gpus,
+        available=None if is_captured or num_cache_gpus else in_process,
     )  # fmt: skip
     even = _break_even(choice, shape, load)
     if as_json:

@@ -48,6 +48,8 @@ _PLACEMENTS: dict[str, dict[str, Any]] = {
 _LONG = 256 if DEVICE == "cuda" else 64
 """Tokens of an answer in the middle of which a process is killed."""
 _INDEXES = ("native", "int8", "int4") if DEVICE == "cuda" else ("native", "int8")
+_SLOW = ("sfi", "sync_kv")
+"""Policies whose steps no graph holds: each kernel of theirs is launched anew, on both GPUs."""
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,11 @@ def selection_of(policy: str, index_dtype: str) -> dict[str, Any]:
     return selection
 
 
+def skip_unless_offered(policy: str, link: str) -> None:
+    if policy in _SLOW and link == "message" and DEVICE == "cuda":
+        pytest.skip("by messages GPUs have captured steps alone")
+
+
 @pytest.mark.parametrize(
     ("policy", "index_dtype"),
     [
@@ -73,12 +80,14 @@ def selection_of(policy: str, index_dtype: str) -> dict[str, Any]:
         ("mean_query", "native"),
         ("async_spade", "native"),
         ("kascade", "native"),
+        *((policy, "native") for policy in _SLOW),
         ("streaming", "native"),
     ],
 )
 def test_two_processes_give_the_tokens_of_one(
     policy: str, index_dtype: str, prompts: list[list[int]], link: str
 ) -> None:
+    skip_unless_offered(policy, link)
     alone, together, fetched = {}, {}, {}
     for name in ("local", link):
         with served(selection_of(policy, index_dtype), **_PLACEMENTS[name]) as server:
@@ -89,16 +98,17 @@ def test_two_processes_give_the_tokens_of_one(
             together[name] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
     found = agreement(alone[link], alone["local"])
     check(found, f"{policy}, {index_dtype}: two processes and one")
-    # An exact layer that attends on the other GPU rounds otherwise; so do sums on a CPU.
-    if DEVICE == "cuda" and not (_IS_APART and policy == "kascade"):
+    # A layer that attends on the other GPU rounds otherwise; so do sums on a CPU.
+    if DEVICE == "cuda" and not (_IS_APART and policy in ("kascade", *_SLOW)):
         assert not found["margins_where_first_different"]
         assert found["largest_logprob_difference"] == 0.0
     # Batches form as requests come; what is near a tie may be chosen otherwise in another batch.
     check(agreement(together[link], together["local"]), f"{policy}, eight at a time")
     if policy != "streaming":
         assert fetched["local"] > COUNT * NEW_TOKENS
-    if link == "shared":
-        assert fetched[link] == pytest.approx(fetched["local"], rel=0.05)
+    if link == "shared":  # counted up to an announced step, and few steps of the slow are
+        rel = 0.15 if policy in _SLOW else 0.05
+        assert fetched[link] == pytest.approx(fetched["local"], rel=rel)
 
 
 def test_prefixes_on_the_other_gpu_give_the_tokens_of_one_process(
@@ -197,9 +207,11 @@ def test_tokens_are_those_of_stock_where_everything_is_covered(
         check(agreement(together, reference), f"{selection}, eight at a time")
 
 
-def test_a_killed_engine_ends_no_server(prompts: list[list[int]], link: str) -> None:
+@pytest.mark.parametrize("policy", ["look_ahead", "sync_kv"])
+def test_a_killed_engine_ends_no_server(policy: str, prompts: list[list[int]], link: str) -> None:
     """Waits of captured graphs end; the same process serves on once the engine is back."""
-    with served(selection_of("look_ahead", "int8"), **_PLACEMENTS[link]) as server:
+    skip_unless_offered(policy, link)
+    with served(selection_of(policy, "int8"), **_PLACEMENTS[link]) as server:
         before = run(server, prompts[:4], new_tokens=NEW_TOKENS, at_once=1)
         os.kill(server.cache_rank_pid(), signal.SIGKILL)
         flush(server)

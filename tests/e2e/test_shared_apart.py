@@ -47,6 +47,12 @@ _COVERING = {
     "late_layers": 1,
 }
 """Selects in every step; a late layer, W_q in int8 and samples as served, and an exact layer."""
+_SLOW = {
+    name: value
+    for name, value in _COVERING.items()
+    if name not in ("predictor_dtype", "late_layers")
+} | {"policy": "sync_kv"}
+"""In every fifth step requests attend where the K/V are, in all layers."""
 _REQUESTS, _NEW_TOKENS = 6, 20
 
 
@@ -66,6 +72,16 @@ def test_tokens_equal_stock(
     info = status["inference_rank"]["info"]
     assert info["link"] == "shared"
     assert "on a GPU of its own" in info["placement"]
+
+
+def test_tokens_of_slow_steps_equal_stock(
+    prompts: list[list[int]], new_tokens: int, reference: list[Any]
+) -> None:
+    with ours({"selection": _SLOW, "cache_ranks": 1}, environ=_ENVIRON) as server:
+        check_with_hits(server, prompts, reference, new_tokens=new_tokens)
+        inference, (rank,) = values(server), cache_ranks(server)
+    assert 0 < inference["slow_rows_total"] < inference["sparse_rows_total"] / 2
+    assert rank["values"]["fetched_rows_total"] > 0
 
 
 def test_one_of_three_killed_while_requests_decode() -> None:

@@ -20,7 +20,7 @@ DEFAULT_SAMPLES = 1024
 class DeclaredPolicy(FrozenModel):
     """A policy's declaration; by default that of the default policy, `look_ahead`.
 
-    The first four are entered from the policy's class, the others from its options.
+    The first five are entered from the policy's class, the others from its options.
     """
 
     timing: Timing = Timing.SAME_STEP_HIDDEN
@@ -31,6 +31,8 @@ class DeclaredPolicy(FrozenModel):
     """Samples that it gains by."""
     refresh: RefreshRule = RefreshRule.NEVER
     """Which steps of a sparse row are slow."""
+    is_captured: bool = True
+    """Whether a GPU captures its decode steps (`tandemkv.cache_rank.policies.composition`)."""
     layers_ahead: int = Field(default=1, ge=0, le=8)
     """Layers between the residual stream and the query that it predicts, if queries are."""
     predictor: str = Field(default="", max_length=4096)

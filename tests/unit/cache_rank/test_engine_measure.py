@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from tandemkv.cache_rank.engine import measure as measure_module
 from tandemkv.cache_rank.engine.cache_engine import CacheEngine
 from tandemkv.cache_rank.engine.measure import largest_load, prompt_lengths
+from tandemkv.cache_rank.policies.base import Selection, SelectionInput
 from tandemkv.cache_rank.policies.registry import selection_values
+from tandemkv.cache_rank.policies.sfi import SFIPolicy
 from tandemkv.cache_rank.protocol.engine import measure_selection
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
@@ -85,7 +88,7 @@ def test_prompts_of_each_power_of_two_are_seeded(
     assert prompt_lengths(shortest, longest) == expected
 
 
-@pytest.mark.parametrize("policy", ["look_ahead", "last_query", "streaming"])
+@pytest.mark.parametrize("policy", ["look_ahead", "last_query", "sfi", "streaming"])
 @pytest.mark.parametrize(("index_dtype", "page_size"), [("native", 1), ("int8", 1), ("int4", 16)])
 def test_selection_is_timed(
     policy: str, index_dtype: str, page_size: int, monkeypatch: pytest.MonkeyPatch
@@ -134,6 +137,38 @@ def test_selection_is_timed(
     assert sets[0][0].eq(0).all()
     assert sets[0][1:].ne(0).any()  # rows were copied there, and nowhere else
     assert set(hidden_shapes) == ({(3, QUERY_HEADS * DIM)} if policy == "look_ahead" else set())
+
+
+@pytest.mark.parametrize("policy", ["last_query", "sfi"])
+def test_a_gpu_captures_what_is_timed_if_it_may(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the others the methods of the policy are called, and what they take is loaded."""
+    captured: list[bool] = []
+
+    def median(run: Callable[[], None], _: torch.device, **more: Any) -> float:
+        captured.append(more.get("is_captured", True))
+        more.get("prepare", lambda: None)()
+        run()
+        return 1.0
+
+    selected: list[int] = []
+
+    def select(policy: SFIPolicy, request: SelectionInput) -> Selection:
+        selected.append(len(request.rows))
+        return choose(policy, request)
+
+    choose = SFIPolicy.select
+    monkeypatch.setattr(SFIPolicy, "select", select)
+    monkeypatch.setattr(measure_module, "median_us", median)
+    found = measure_selection(
+        model=MODEL, settings=settings_of(policy=policy), num_slots=4 * CONTEXT, page_size=16,
+        max_batch=2, device=CPU, make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
+        predict_query=lambda *_: pytest.fail("it has its query"),
+    )  # fmt: skip
+    assert found is not None
+    assert captured == [policy != "sfi", True], "the selection, and the copies of rows"
+    assert selected == ([2] if policy == "sfi" else [])
 
 
 @pytest.mark.parametrize("others", [{"windowed_layers": (0,)}, {"linear_layers": (0, 1)}])

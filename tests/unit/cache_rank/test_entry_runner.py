@@ -17,13 +17,16 @@ from engine_world import CONTEXT, LAYERS, QUERY_HEADS, ROWS1, World
 from tape import Tape, record_kernels
 from test_resume import Memory, versions_of, world_on
 
+from tandemkv.cache_rank.calibration.resolve import Resolved
+from tandemkv.cache_rank.engine import factory
+from tandemkv.cache_rank.policies.base import HeadClusters, Selection, SelectionInput
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
-from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
+from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.service.entry_runner import EntryRunner
 from tandemkv.cache_rank.service.stream_signals import StreamSignals as EngineSide
 from tandemkv.inference_rank.links.base import DecodeRows
@@ -33,6 +36,8 @@ DIM, BATCH = 16, ROWS1 - 1
 SELECTING = tuple(DecodeKind).index(DecodeKind.SELECTING)
 ROWS, LENGTHS, GENERATIONS = [3, 1], [150, 200], [8, 7]
 POLICIES = ("look_ahead", "oracle", "last_query")
+NOBODY: list[int] = []
+CLUSTERS = HeadClusters(clusters=((0, 0),) * LAYERS, representatives=((1,),) * LAYERS)
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +50,11 @@ class Replays:
 
     def __init__(self) -> None:
         self._tapes: dict[tuple[str, int], Tape] = {}
-        self.num_replayed = 0
+        self.num_captured = self.num_replayed = 0
 
     def capture(self, kind: str, size: int, body: Callable[[], None]) -> None:
         body()
+        self.num_captured += 1
         self._tapes[kind, size] = Tape(runs_kernels=True).record(body)
 
     def forget(self) -> None:
@@ -123,15 +129,20 @@ class Played:
         )
         return found
 
-    def decode(self, rows: list[int], lengths: list[int], num_cold: int | None = None) -> None:
-        """Do a step of the forward pass, and the engine's beside it."""
+    def decode(
+        self, rows: list[int], lengths: list[int], num_cold: int | None = None,
+        slow: list[int] = NOBODY,
+    ) -> None:  # fmt: skip
+        """Do a step of the forward pass, and the engine's beside it; `slow` are places."""
         self.step += 1
         size, shape = len(rows), (LAYERS, len(rows), QUERY_HEADS, DIM)
         cold = self.num_cold if num_cold is None else num_cold
         # As on GPUs where the host does not know the rows: it announces padding.
         entry = StepEntry(
             kind=EntryKind.DECODE, step=self.step, variant=SELECTING, num_cold=cold,
-            rows=(StepRow(row=0, generation=0),) * size,
+            rows=tuple(
+                StepRow(row=0, generation=0, flags=SLOW if i in slow else 0) for i in range(size)
+            ),
         )  # fmt: skip
         of_rows = torch.tensor(rows)
         of_lengths = torch.tensor(lengths)
@@ -286,3 +297,63 @@ def test_what_is_selected_for_the_next_step_is_told_where_it_goes_to_another_hos
     assert len(awaited) < len(program.selecting)
     assert sorted(raised) == (program.selecting if tells_all else awaited)
     assert sorted(fetched) == program.selecting
+
+
+@pytest.fixture
+def calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "resolve_calibration", lambda *_: Resolved(clusters=CLUSTERS))
+
+
+@pytest.mark.parametrize("policy", ["sfi", "sync_kv"])
+@pytest.mark.usefixtures("calibrated")
+def test_a_step_that_nobody_captures_is_rehearsed_and_queued_anew(
+    policy: str, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = play(policy, fetch_cap=32)
+    rank, asked = played.world.rank, list[tuple[tuple[int, int], ...]]()
+    select = rank._policy.select
+
+    def noted(request: SelectionInput) -> Selection:
+        asked.append(tuple(request.owners))
+        return select(request)
+
+    monkeypatch.setattr(rank._policy, "select", noted)
+    played.decode(ROWS, [n + 1 for n in LENGTHS], slow=[0, 1])
+    asked.clear()
+    before = played.state([1, 2, 3])
+    graphs = played.prepare(2)
+    assert _are_equal(played.state([1, 2, 3]), before)
+    assert asked == [], "a rehearsal is about nobody"
+    for number, slow in enumerate(([1], [], [0], [0, 1]), 2):
+        before = [x[ROWS].clone() for layer in played.world.pools.resident for x in layer]
+        asked.clear()
+        played.decode(ROWS, [n + number for n in LENGTHS], slow=slow)
+        found = [x[ROWS] for layer in played.world.pools.resident for x in layer]
+        for place in (0, 1):
+            changed = any(
+                not torch.equal(a[place], b[place]) for a, b in zip(found, before, strict=True)
+            )
+            assert changed is (place in slow), number
+        layers = len(rank.program.selecting) if slow else 0
+        assert asked == [tuple((ROWS[i], 1) for i in slow)] * layers
+    assert (graphs.num_captured, graphs.num_replayed) == (0, 0)
+    assert played.kept.restore(ROWS, GENERATIONS, step=played.step + 1) == [True, True]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.usefixtures("calibrated")
+def test_only_a_step_that_is_captured_runs_to_its_end_when_it_is_lost(
+    is_captured: bool, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy whose methods are called anew would keep the queries of another step."""
+    played = play("look_ahead" if is_captured else "sync_kv")
+    played.decode(ROWS, [n + 1 for n in LENGTHS], slow=[0, 1])
+    chosen: list[int] = []
+    monkeypatch.setattr(played.world.rank, "choose", lambda layer, _: chosen.append(layer))
+    monkeypatch.setattr(played.world.rank, "fetch", lambda *_: None)
+    rows = (StepRow(row=0, generation=0, flags=SLOW),) * 2
+    played.signals.abort()  # its waits are in vain from now on
+    played.runner.run(
+        StepEntry(kind=EntryKind.DECODE, step=played.step + 1, variant=SELECTING, rows=rows)
+    )
+    assert chosen == (played.world.rank.program.selecting if is_captured else [])

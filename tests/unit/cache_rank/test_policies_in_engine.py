@@ -31,6 +31,7 @@ from tandemkv.cache_rank.policies.checkpoint import Checkpoint
 from tandemkv.cache_rank.policies.composition import (
     Composition,
     check_device,
+    check_placement,
     check_shards,
     is_captured,
 )
@@ -40,6 +41,7 @@ from tandemkv.cache_rank.policies.registry import (
     resolve_selection,
 )
 from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
@@ -211,6 +213,32 @@ def test_a_gpu_captures_what_is_the_same_in_each_step() -> None:
     check_device(find_policy("lfps"), "lfps", "cpu")
 
 
+@pytest.mark.parametrize(
+    ("placement", "is_refused"),
+    [
+        ({"link": "local"}, False),
+        ({"link": "shared", "two_gpus": True}, False),
+        ({"link": "shared"}, False),
+        ({"link": "shared", "two_gpus": True, "tp_size": 2}, False),
+        ({"link": "shared", "two_gpus": True, "head_shards": 2}, True),
+        ({"link": "message", "two_gpus": True}, True),
+    ],
+    ids=str,
+)
+def test_on_gpus_what_is_not_captured_has_one_cache_rank_that_maps_memory(
+    placement: dict[str, Any], is_refused: bool
+) -> None:
+    name, policy = "own_policy:NewestFirst", own_policy.NewestFirst
+    check_placement(policy, name, Placement(model_device="cpu", **placement))
+    check_placement(find_policy("oracle"), "oracle", Placement(model_device="cuda", **placement))
+    on_gpus = Placement(model_device="cuda", **placement)
+    if not is_refused:
+        check_placement(policy, name, on_gpus)
+        return
+    with pytest.raises(PolicyError, match=r"not captured.* --transport shared, --cache-ranks 0, "):
+        check_placement(policy, name, on_gpus)
+
+
 @pytest.mark.parametrize("policy", ["quest", "sfi", "sync_kv", "own_policy:NewestFirst"])
 def test_steps_make_tensors_where_the_engine_is(
     policy: str, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +290,9 @@ def test_who_asks_is_named_where_steps_are_not_captured() -> None:
 def test_settings_are_those_of_the_class() -> None:
     assert DeclaredPolicy() == resolve_selection({}).declared
     assert SelectionSettings() == resolve_selection({})
+    for name in ("oracle", "sfi", "own_policy:NewestFirst"):
+        declared = resolve_selection({"policy": name}).declared
+        assert declared.is_captured is is_captured(find_policy(name))
     world = World(policy="streaming")
     selection = world.settings.selection.model_copy(update={"declared": DeclaredPolicy()})
     world.settings = world.settings.model_copy(update={"selection": selection})

@@ -16,6 +16,7 @@ from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.engine import WARM_UP_STEPS, DenseLengths
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.messages import RefreshRule
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.inference_rank.attention import graph_variants
@@ -25,6 +26,7 @@ from tandemkv.inference_rank.attention.resident_attention import AttendTable, Ri
 from tandemkv.inference_rank.attention.resident_home import OwnSet
 from tandemkv.inference_rank.attention.samples import zeros_on
 from tandemkv.inference_rank.links.side_stream import SideStream
+from tandemkv.inference_rank.refresh import RefreshSchedule
 from tandemkv.inference_rank.sglang import hooks
 from tandemkv.inference_rank.sglang.residual_hooks import put_stream
 from tandemkv.kernels import streams
@@ -272,12 +274,31 @@ def test_slow_requests_take_what_was_attended_to_where_k_and_v_are() -> None:
     )
     backend._sparse = SimpleNamespace(attend=lambda *_, **__: torch.zeros(3, 8))
     backend._is_sparse, backend._last_layer, backend._probe = [True], 1, None
-    backend._kind, backend._slow = DecodeKind.SELECTING, torch.tensor([False, True, False])
+    backend._kind, backend._slow_far = DecodeKind.SELECTING, torch.tensor([1])
     backend._program = SimpleNamespace(selects_for_next_step=True)
     layer = SimpleNamespace(layer_id=0, tp_q_head_num=2, head_dim=4)
     nothing, batch = torch.empty(0), SimpleNamespace(batch_size=3)
     out = backend.forward_decode(torch.zeros(3, 8), nothing, nothing, layer, batch)
     assert out.sum(1).tolist() == [0, 8, 0]
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_who_is_slow_is_asked_of_the_device_only_where_the_host_does_not_know(
+    by_tokens: bool,
+) -> None:
+    backend: Any = ResidentBackend.__new__(ResidentBackend)
+    rule = RefreshRule.BOUNDARY if by_tokens else RefreshRule.PERIOD
+    refresh = RefreshSchedule(rule, 4, frozenset({7}))
+    backend._program = SimpleNamespace(slow_steps=rule)
+    backend._runtime = SimpleNamespace(refresh=refresh, rows_on_host=[2, 1, 3])
+    lengths, found = torch.tensor([50, 60, 5]), []
+    known = SimpleNamespace(input_ids=torch.tensor([1, 7, 7])) if by_tokens else SimpleNamespace()
+    for _ in range(2):
+        found.append(backend._slow_rows(known, lengths, 10).tolist())
+    assert found == [[True, True, False], [False, by_tokens, False]]
+    backend._runtime.rows_on_host = None
+    known.req_pool_indices = torch.tensor([2, 4, 3])
+    assert backend._slow_rows(known, lengths, 10).tolist() == [False, True, False]
 
 
 def test_a_plan_waits_until_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import torch
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
-from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
@@ -58,11 +57,12 @@ def signals() -> Signals:
     return Signals()
 
 
-@pytest.fixture
-def link(signals: Signals) -> SharedLink:
-    values = selection_values({"policy": "last_query", "budget_tokens": 100, "exact_layers": []})
+@pytest.fixture(params=["last_query"])
+def link(signals: Signals, request: pytest.FixtureRequest) -> SharedLink:
+    values = selection_values({"policy": request.param, "budget_tokens": 100, "exact_layers": []})
     settings = RankSettings.model_validate({"selection": values})
-    program = EngineProgram(MODEL, settings, timing=Timing.NEXT_STEP, all_exact=False)
+    timing = settings.selection.declared.timing
+    program = EngineProgram(MODEL, settings, timing=timing, all_exact=False)
     connection: Any = SimpleNamespace(program=program, step=0, epoch=1, lost_reason=None)
     return SharedLink(connection, signals, generation_of=lambda row: row, rows_on_host=lambda: None)  # type: ignore[arg-type]
 
@@ -199,6 +199,29 @@ def test_the_engine_of_a_new_epoch_captures_what_a_step_takes_when_it_comes_firs
     part.taken()
     link.begin_extend([ExtendRow(row=1, prefix_len=0, length=50, table=rows, window=None)])
     assert part.taken() == [prompts]
+
+
+@pytest.mark.parametrize("link", ["sfi", "own_policy:WorstFirst"], indirect=True)
+def test_a_step_that_nobody_captures_is_made_ready_when_it_comes_first(
+    link: SharedLink, signals: Signals
+) -> None:
+    """SGLang rehearses none of them; in each epoch the engine does, before the step."""
+    signals.is_captured, part = True, Part()
+    signals.drain = lambda: True  # type: ignore[attr-defined]
+    link._connection.parts = [part]  # type: ignore[misc, assignment]
+    selecting, prompts = (DecodeKind.SELECTING, 2), (DecodeKind.DENSE, 0)
+    table = torch.arange(50)
+    for epoch in (1, 2):
+        link._connection.epoch = epoch  # type: ignore[misc]
+        if epoch == 1:
+            link.begin_extend([ExtendRow(row=1, prefix_len=0, length=50, table=table)])
+            assert part.taken() == [prompts]
+        begin(link, DecodeKind.SELECTING)
+        assert part.taken() == ([selecting] if epoch == 1 else [prompts, selecting])
+        begin(link, DecodeKind.SELECTING)
+        assert part.taken() == []
+        begin(link, DecodeKind.INDEXING)
+        assert part.taken() == [(DecodeKind.INDEXING, 2)]
 
 
 def test_an_engine_that_is_lost_while_it_captures_is_found_lost_by_the_step(

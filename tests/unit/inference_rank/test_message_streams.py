@@ -9,50 +9,34 @@ rank. Wires are queues of this process here, and engines are threads of it.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from message_pumps import FarForward, Pumps, by_link_shared, check_same
 from shared_forward import LENGTHS, ROWS, settings_of
+from stream_forward import HOMES, engine_of, link_by_streams, play_gpus
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
-from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.message.keys import make_keys
 from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX, put_weights
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.pump import far_service, gpu_link, near_service
 from tandemkv.cache_rank.service import service
-from tandemkv.cache_rank.service.service import SharedEngineService
 from tandemkv.inference_rank.links.base import DecodeRows
 from tandemkv.inference_rank.links.shared import SharedLink
-from tandemkv.inference_rank.links.signals import StreamSignals
 from tandemkv.kernels.query import QueryWeights
-from tandemkv.kernels.step_flags import StepWait, wait_flags
 
 pytestmark = pytest.mark.timeout(120)
-_CPU, _LIMIT_S = torch.device("cpu"), 30.0
 _SHAPE = CONFIG | {"num_key_value_heads": 3, "num_attention_heads": 12, "head_dim": 8}
 _SELECTION: dict[str, object] = {"index_dtype": "int8", "sample_tokens": 8}
-
-
-class PlayedGpu(Homes):
-    """A CPU that is taken for a GPU."""
-
-    are_on_gpu = True  # type: ignore[assignment]
-
-
-HOMES = PlayedGpu(inference=_CPU, engine=_CPU, here=_CPU)
 
 
 class QueueWire:
@@ -92,16 +76,6 @@ class QueueWire:
         self._reason = self._reason or reason
 
 
-class WaitingLink(SharedLink):
-    """Waits where a kernel of attention would."""
-
-    def await_set(self, layer: int) -> StepWait | None:
-        wait = super().await_set(layer)
-        if wait is not None:
-            wait_flags(wait.flags, step=wait.step, lost=wait.lost, timeout_s=wait.timeout_s)
-        return None
-
-
 class StreamForward(FarForward):
     """The forward pass of a GPU; the weights that it hands over are of no use to the policies."""
 
@@ -121,12 +95,7 @@ class StreamForward(FarForward):
         super().connect()
 
     def make_link(self) -> SharedLink:
-        signals = StreamSignals(
-            self.connection.parts, self.model.num_layers, timeout_s=_LIMIT_S, sends_beside=True
-        )
-        return WaitingLink(
-            self.connection, signals, generation_of=lambda row: 10 + row, rows_on_host=lambda: ROWS
-        )
+        return link_by_streams(self, sends_beside=True)
 
     def rehearse(self) -> None:
         """Have decode steps captured, as SGLang does before the first request."""
@@ -141,12 +110,7 @@ class StreamForward(FarForward):
 
 @pytest.fixture(autouse=True)
 def _played_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = SimpleNamespace(synchronize=lambda: None)
-    for name in ("set_device", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-    near = SimpleNamespace(uuid="GPU-near")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: near)
+    play_gpus(monkeypatch)
     monkeypatch.setattr(gpu_link, "NcclWire", QueueWire)
     monkeypatch.setattr(gpu_link, "prepare_nccl", lambda _: None)
     open_wires, gpu = gpu_link.open_wires, torch.device("cuda", 0)
@@ -158,24 +122,6 @@ def _played_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     for far in (far_service, service):
         monkeypatch.setattr(far, "gpu_uuids", lambda _: ("GPU-far", "GPU-far"))
-
-
-@contextmanager
-def _engine(
-    run_dir: RunDir, model_dir: Path, settings: RankSettings, rank: int
-) -> Iterator[SharedEngineService]:
-    served, stop = threading.Event(), threading.Event()
-    engine = SharedEngineService(
-        run_dir=run_dir, model_dir=model_dir, settings=settings, max_rows=3, homes=HOMES, rank=rank,
-    )  # fmt: skip
-    thread = threading.Thread(target=engine.run, args=(stop, served.set))
-    thread.start()
-    try:
-        assert served.wait(30.0)
-        yield engine
-    finally:
-        stop.set()
-        thread.join()
 
 
 @contextmanager
@@ -192,7 +138,7 @@ def _played(
         pumps = []
         for rank in range(settings.placement.head_shards):
             here, there = (x.of_rank(rank, create=True) for x in (near, far))
-            running.enter_context(_engine(there, model_dir, settings, rank))
+            running.enter_context(engine_of(there, model_dir, settings, rank))
             pumps.append(Pumps(here, there, settings, keys, rank, homes=HOMES))
             running.callback(pumps[-1].close)
         played = StreamForward(near, model_dir, settings)

@@ -17,6 +17,7 @@ from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
+from tandemkv.cache_rank.service.signals import StepAbortedError
 from tandemkv.cache_rank.service.stream_signals import StreamSignals as EngineSide
 from tandemkv.inference_rank.links import signals as link_signals
 from tandemkv.inference_rank.links.base import DecodeRows
@@ -327,6 +328,23 @@ def test_a_rehearsal_neither_waits_nor_raises(link: LinkSide, engine: EngineSide
     assert link.lost_step == 0
     assert link.begin(_entry(1), _step())
     assert link.lost_step == 0
+
+
+def test_a_step_of_the_engine_stops_once_a_wait_was_given_up(
+    link: LinkSide, engine: EngineSide
+) -> None:
+    """But not a rehearsal, in which every wait is."""
+    engine.begin(1)
+    assert link.begin(_entry(1), _step())
+    engine.await_begin()
+    engine.stop_if_lost()
+    with engine.masked():
+        engine.await_query(0, 2)
+        engine.stop_if_lost()
+    engine.stop_if_lost()
+    engine.await_query(0, 2)
+    with pytest.raises(StepAbortedError, match="step 1 was lost"):
+        engine.stop_if_lost()
 
 
 def test_an_abort_ends_the_waits_of_the_engine(link: LinkSide, engine: EngineSide) -> None:

@@ -90,7 +90,7 @@ def test_cache_ranks_at_addresses_need_no_gpu_here(
 
 
 @pytest.mark.parametrize("policy", ["quest", "sfi", "sync_kv"])
-def test_what_a_gpu_does_not_capture_is_in_one_process(
+def test_what_a_gpu_does_not_capture_is_in_one_process_or_in_two_that_map_memory(
     policy: str, gpus: pytest.MonkeyPatch, model_dir: Path
 ) -> None:
     gpus.setattr(torch.cuda, "device_count", lambda: 2)
@@ -112,7 +112,13 @@ def test_what_a_gpu_does_not_capture_is_in_one_process(
     assert f"decode steps of policy {policy} are not captured" in said[0]
     assert "--disable-cuda-graph" in flags(settings)
     for more in ({"transport": "shared"}, {"cache_ranks": 1}):
-        with pytest.raises(SettingsError, match=rf"policy={policy}: .*use --cache-ranks 0"):
+        settings = resolve(selection=selection, **more)
+        placement = settings.rank_settings.placement
+        assert (placement.link, placement.two_gpus) == ("shared", True)
+        assert "--disable-cuda-graph" in flags(settings)
+        assert "--disable-overlap-schedule" not in flags(settings)
+    for more in ({"transport": "message"}, {"cache_ranks": 2}):
+        with pytest.raises(SettingsError, match=rf"policy={policy}: .*use --cache-ranks 1"):
             resolve(selection=selection, **more)
     assert "--disable-cuda-graph" not in flags(resolve())
 

@@ -296,6 +296,11 @@ def test_plan_takes_the_index_that_serve_would(
         (["--model", "qwen3-8b", "--policy", "magic"], 2, "known: async_spade"),
         (["--model", "qwen3-8b", "--policy", "lfps"], 2, "policy=lfps attends on the host's CPU"),
         (["--model", "qwen3-8b", "--policy", "sync_kv"], 0, "sync_kv are not captured"),
+        (
+            ["--model", "qwen3-8b", "--policy", "sfi", "--gpus", "2", "--cache-ranks", "1"],
+            0,
+            "asked for: 1 inference + 1 cache GPU",
+        ),
         (["--model", "qwen3-8b", "--set", "selection.pool_before=1"], 0, "without --pool-before"),
         (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
@@ -370,7 +375,7 @@ def test_what_the_environment_asks_of_serve_it_asks_of_plan(
         ("--gpus 16 --cache-ranks 9", "more than the 8 KV heads of qwen3-8b"),
         ("--gpus 8 --tp 4 --cache-ranks 2", "use --cache-ranks 4 or 0"),
         ("--gpus 8 --tp 2 --cache-ranks 3", "one has to divide the other; use --cache-ranks 2"),
-        ("--gpus 2 --cache-ranks 1 --policy quest", "not captured"),
+        ("--gpus 3 --cache-ranks 2 --policy sfi", "not captured"),
         ("--gpus 2 --tp 2 --set tensor_parallel=1", "set the same; give one of them"),
     ],
 )
