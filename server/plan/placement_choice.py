@@ -252,12 +252,6 @@ def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement
 def _check_without_gpus(settings: ServeSettings) -> None:
     """Refuse what takes GPUs, for a model on the CPU."""
     tp_size = settings.tensor_parallel
-    if tp_size > 1 and settings.wished_link == "local":
-        raise SettingsError(
-            f"tensor_parallel={tp_size} with link {settings.wished_link} splits a model over GPUs, "
-            f"and this one is on cpu; use --cache-ranks {tp_size}, or --tp 1, or --device cuda on "
-            "a machine with GPUs"
-        )
     num_cores, nodes = len(os.sched_getaffinity(0)), settings.nnodes
     if tp_size > num_cores * nodes:
         raise SettingsError(
@@ -414,7 +408,7 @@ def _choose(
         given = getattr(settings, name)
         if given is not None:
             return settings, f"--{name.replace('_', '-')} {given} was given"
-    if device == "cpu" and spec.linear_layers and settings.tensor_parallel == 1:
+    if device == "cpu" and spec.linear_layers:
         reason = "states of linear attention cannot be taken back if a cache rank is lost"
         return settings.model_copy(update={"cache_ranks": 0}), reason
     if device == "cpu":
