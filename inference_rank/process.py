@@ -94,5 +94,7 @@ def status() -> StatusReply:
     if runtime is not None:
         reply = runtime.status()
     return msgspec.structs.replace(
-        reply, values=reply.values | {"stalled_s": progress.clock.stalled_s()}
+        reply,
+        ready=reply.ready and progress.has_begun,
+        values=reply.values | {"stalled_s": progress.clock.stalled_s()},
     )

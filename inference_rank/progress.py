@@ -17,10 +17,14 @@ from tandemkv.inference_rank.sglang.heap import heap
 
 clock = ProgressClock()
 """Of this process's scheduler thread."""
+has_begun = False
+"""Whether its loop turns: what is captured has been captured by then."""
 
 
 def on_turn(*_: Any, **__: Any) -> None:
     """Note a turn of the scheduler's loop."""
+    global has_begun
+    has_begun = True
     clock.advance()
 
 

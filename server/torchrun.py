@@ -81,8 +81,8 @@ def torchrun(
     N is 1 + C, with --cache-ranks C; left open, C is N - 1. SGLang starts the processes of --tp
     itself. Options and their sources are those of `tandemkv serve`.
 
-    On several nodes (torchrun --nnodes M), on CPUs, with --tp a multiple of M: SGLang and its cache
-    ranks are on every node, and N is 1 + C / M. Node 0 serves requests.
+    On several nodes (torchrun --nnodes M), with --tp a multiple of M: SGLang and its cache ranks
+    are on every node, and N is 1 + C / M; on GPUs C is 0. Node 0 serves requests.
 
     Or cache ranks alone on other nodes: with all of --tp on the node of rank 0, --link-keys and
     --cache-rank-address tcp://IP:PORT[,...]. The cache rank at the first address is rank 1 of

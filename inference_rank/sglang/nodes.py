@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.node_store import ask_end, await_end, check_equal
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
@@ -34,6 +36,8 @@ def check_settings(settings: RankSettings, args: Any) -> None:
     Raises `SettingsError`, naming what differs.
     """
     own = settings.flat() | {name: str(getattr(args, name, None)) for name in _ARGS}
+    if args.device != "cpu":  # by its memory SGLang decides which sizes of a step are captured
+        own["gpu"] = torch.cuda.get_device_name()
     check_equal(sglang_versions.tensor_rank(), own)
 
 

@@ -22,7 +22,7 @@ from tandemkv.server.plan.pages import PAGE_TOKENS, page_tokens
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sources import ENVIRONMENT_PREFIX
 
-from .nodes import INTERFACE_VARIABLE, interface_to_nodes
+from .nodes import INTERFACE_VARIABLE, LOOPBACK, interface_to_nodes
 
 CPU_CHUNK_TOKENS = 2048
 """Default of --chunked-prefill-size on cpu: bounds the memory of one forward pass."""
@@ -86,6 +86,9 @@ def sglang_argv(
     if settings.nodes_address is not None:
         argv += ["--nnodes", str(settings.nnodes), "--node-rank", str(settings.node_rank)]
         argv += ["--dist-init-addr", settings.nodes_address]
+        if device != "cpu":
+            # It is for GPUs of one host, which SGLang takes hosts that share /dev/shm for.
+            argv.append("--disable-custom-all-reduce")
     argv += _chunk_flags(settings, device, page_size)
     if settings.max_context is not None:
         argv += ["--context-length", str(settings.max_context)]
@@ -153,7 +156,8 @@ def sglang_env(
     if settings.nodes_address is not None:
         env = _NODES_ENV | env
     if settings.tensor_parallel > 1:
-        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        nodes_interface = f"={env[INTERFACE_VARIABLE]}"  # that name, not all that begin so
+        env.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK if settings.nnodes == 1 else nodes_interface)
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         if settings.tensor_parallel > 1:

@@ -53,6 +53,12 @@ def asked_placement(
 
     from .placement_choice import check_contradictions
 
+    if settings.nnodes > 1:
+        raise SettingsError(
+            f"nnodes={settings.nnodes}: plan knows no network between hosts; leave it out. With "
+            f"--gpus {settings.tensor_parallel} --tp {settings.tensor_parallel} --cache-ranks 0 "
+            "the memory of each GPU is the same, and the times are those of one host"
+        )
     check_model(settings, spec, {})
     check_channels(settings.selection, spec)
     tp_size, cache_ranks = settings.tensor_parallel, settings.cache_ranks

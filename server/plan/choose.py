@@ -198,7 +198,7 @@ def _overflow(
     return (
         f"{load.total_tokens} tokens of KV ({load.concurrency} requests of {load.context_tokens}) "
         f"do not fit {placement.title}: {roles}, of {usable / GIB:.1f} GiB usable; "
-        + (", or ".join(advice) or "use more GPUs or a smaller model")
+        + (", or ".join(advice) or "use more GPUs (--nnodes: of several hosts) or a smaller model")
     )
 
 

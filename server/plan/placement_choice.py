@@ -27,7 +27,8 @@ from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import value_of
 
 from .choose import break_even_batch_tokens, break_even_tokens, check_fits, choose_placement
-from .constants import constants_here
+from .constants import Constants, constants_here
+from .cost import H200
 from .devices import placed_alone
 from .footprint import num_states
 from .pages import on_device
@@ -38,6 +39,10 @@ from .workload import Workload
 
 _STATE_STRATEGIES = ("--mamba-radix-cache-strategy", "--mamba-scheduler-strategy")
 """SGLang's flag, and its earlier name."""
+_OF_ALL_NODES = (
+    "all nodes decide the same, so no profile of a machine is used; what the network adds to each "
+    "step is not predicted, and is the same with and without selection"
+)
 
 if TYPE_CHECKING:
     from tandemkv.cache_rank.policies.base import LayerShare
@@ -207,10 +212,11 @@ def check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Pl
             f"standby is for the host of the cache rank, and that at {settings.cache_rank_address} "
             "is not started here; give --standby to `tandemkv cache-rank --address` there"
         )
-    if placement.num_nodes > 1 and placement.model_device == "cuda":
+    if placement.num_nodes > 1 and placement.model_device == "cuda" and placement.maps_memory:
         raise SettingsError(
-            f"nnodes={placement.num_nodes}: over several hosts SGLang is served on CPUs only in "
-            "this version; use --device cpu, or --tp over the GPUs of one host"
+            f"nnodes={placement.num_nodes} and cache_ranks={placement.num_cache_ranks}: over "
+            "several hosts cache ranks in processes of their own are available on CPUs only; use "
+            "--cache-ranks 0, with which each GPU keeps and searches its own KV heads"
         )
     if placement.engines_per_rank > 1 and placement.model_device == "cuda":
         raise SettingsError(
@@ -252,12 +258,6 @@ def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement
 def _check_without_gpus(settings: ServeSettings) -> None:
     """Refuse what takes GPUs, for a model on the CPU."""
     tp_size = settings.tensor_parallel
-    if tp_size > 1 and settings.wished_link == "local":
-        raise SettingsError(
-            f"tensor_parallel={tp_size} with link {settings.wished_link} splits a model over GPUs, "
-            f"and this one is on cpu; use --cache-ranks {tp_size}, or --tp 1, or --device cuda on "
-            "a machine with GPUs"
-        )
     num_cores, nodes = len(os.sched_getaffinity(0)), settings.nnodes
     if tp_size > num_cores * nodes:
         raise SettingsError(
@@ -327,11 +327,13 @@ def _check_gpus(
     is_far_here = placement.has_far_host and settings.cache_rank_address is None
     num_cache_gpus = placement.num_shards if has_cache_gpus else 0
     num_needed = tp_size + (placement.num_shards if is_far_here else num_cache_gpus)
+    num_needed //= placement.num_nodes
     num_gpus = torch.cuda.device_count()
     if num_gpus < num_needed:
+        nodes = f" on each of {placement.num_nodes} nodes" if placement.num_nodes > 1 else ""
         raise SettingsError(
             f"tensor_parallel={tp_size} and cache_ranks={placement.num_cache_ranks} with "
-            f"transport={placement.link} needs {num_needed} GPUs, {num_gpus} seen "
+            f"transport={placement.link} needs {num_needed} GPUs{nodes}, {num_gpus} seen "
             "(CUDA_VISIBLE_DEVICES counts); lower --tp"
             + (" or --cache-ranks, or use --cache-ranks 0" if is_far else "")
         )
@@ -385,7 +387,7 @@ def _with_dense_tokens(
         return settings
     shape = _shape(settings, spec, model_dir)
     load, tp_size = _load(settings, spec), settings.tensor_parallel
-    cost, note = constants_here()
+    cost, note = constants_here() if settings.nnodes == 1 else Constants(H200, _OF_ALL_NODES)
     tokens = break_even_tokens(shape, load, tp_size, cost)
     changes: dict[str, object] = {"dense_tokens": tokens}
     said = f"requests of up to {tokens} tokens attend to everything"
@@ -414,7 +416,7 @@ def _choose(
         given = getattr(settings, name)
         if given is not None:
             return settings, f"--{name.replace('_', '-')} {given} was given"
-    if device == "cpu" and spec.linear_layers and settings.tensor_parallel == 1:
+    if device == "cpu" and spec.linear_layers:
         reason = "states of linear attention cannot be taken back if a cache rank is lost"
         return settings.model_copy(update={"cache_ranks": 0}), reason
     if device == "cpu":

@@ -91,8 +91,9 @@ class ServeSettings(BaseModel):
         1,
         ge=1,
         le=64,
-        description="Hosts that the model is split over, on CPUs, with as many processes of --tp "
-        "on each. Every one is started with the same settings, but for --node-rank.",
+        description="Hosts that the model is split over, with as many processes of --tp on each; "
+        "on GPUs with the cache in SGLang's processes. Every one is started with the same "
+        "settings, but for --node-rank.",
     )
     node_rank: int = Field(
         0, ge=0, le=63, description="Number of this host, of --nnodes; 0 is the one with HTTP."
@@ -330,11 +331,10 @@ class ServeSettings(BaseModel):
                 "HOST:PORT, with an address of host 0 and a free port there"
             )
         LinkAddress.parse_node(self.dist_init_addr)
-        if self.wished_link in ("local", "message"):
+        if self.wished_link == "message":
             raise ValueError(
-                f"nnodes={nodes} with link {self.wished_link} is not available: each host has "
-                "cache ranks for its own processes; leave --cache-ranks 0, --transport and "
-                "--cache-rank-address out"
+                f"nnodes={nodes} with link message is not available: each host has cache ranks for "
+                "its own processes, or none; leave --transport and --cache-rank-address out"
             )
         if self.tensor_parallel % nodes:
             raise ValueError(

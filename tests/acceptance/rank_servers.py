@@ -148,6 +148,11 @@ def environment() -> dict[str, str]:
     }
 
 
+def with_device(environ: dict[str, str], device: str) -> dict[str, str]:
+    """Return what a server on `device` finds besides `environment`."""
+    return environ | ({} if device == "cpu" else {"SGLANG_USE_CPU_ENGINE": "0"})
+
+
 def model_dir() -> str:
     """Directory of the embedded model, or of TANDEMKV_TEST_MODEL."""
     given = os.environ.get("TANDEMKV_TEST_MODEL")
@@ -184,8 +189,9 @@ def ours(
         *(sys.executable, "-P", *start, model_dir(), "--device", device),
         *("--config", str(config), "--port", str(port), "--run-dir", str(run_dir)),
     ]
-    given = (environ or {}) | ({} if device == "cpu" else {"SGLANG_USE_CPU_ENGINE": "0"})
-    with _running(argv, work / "serve.log", signal.SIGINT, given) as pid:
+    with _running(
+        argv, work / "serve.log", signal.SIGINT, with_device(environ or {}, device)
+    ) as pid:
         server = Server(f"http://127.0.0.1:{port}", pid, work / "serve.log", run_dir, admin_key)
         _wait(server, "/tandemkv/ready")
         yield server

@@ -12,12 +12,15 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.node_store import await_end, host_store
+from tandemkv.cache_rank.protocol.progress import ProgressClock
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.sglang import nodes
 
@@ -110,14 +113,28 @@ def test_sums_of_several_hosts_are_not_in_shared_memory() -> None:
 def test_hosts_have_to_plan_the_same_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[int, dict[str, str]] = {}
     monkeypatch.setattr(nodes, "check_equal", lambda rank, own: told.update({rank: own}))
-    args = {"max_running_requests": 4, "chunked_prefill_size": 2048, "dtype": "float32"}
+    args: dict[str, Any] = {"max_running_requests": 4, "dtype": "float32", "device": "cpu"}
     for rank, chunk in enumerate((2048, 512)):
         monkeypatch.setattr(nodes.sglang_versions, "tensor_rank", lambda rank=rank: rank)
-        given = SimpleNamespace(**args | {"chunked_prefill_size": chunk})
+        given = SimpleNamespace(**args, chunked_prefill_size=chunk)
         nodes.check_settings(RankSettings(), given)
     differing = {name for name in told[0] if told[0][name] != told[1][name]}
     assert differing == {"chunked_prefill_size"}
     assert "selection.budget_tokens" in told[0]
+
+
+def test_a_host_is_ready_once_its_scheduler_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU steps are captured before, for minutes, and no HTTP server waits for that here."""
+    from tandemkv.inference_rank import process, progress
+
+    ready = StatusReply("inference_rank", epoch=1, ready=True, values={}, info={})
+    runtime = SimpleNamespace(status=lambda: ready)
+    monkeypatch.setattr(process.runtime_module, "current", lambda: runtime)
+    monkeypatch.setattr(progress, "has_begun", False)
+    monkeypatch.setattr(progress, "clock", ProgressClock())
+    assert not process.status().ready
+    progress.on_turn()
+    assert process.status().ready
 
 
 def test_the_address_comes_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

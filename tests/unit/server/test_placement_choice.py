@@ -282,16 +282,25 @@ def test_processes_on_a_cpu_have_a_cache_rank_each(
         resolve(tmp_path, device="cpu", tensor_parallel=4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"tensor_parallel": 2, "cache_ranks": 0}, "use --cache-ranks 2, or --tp 1"),
-        ({"cache_ranks": 0}, "use --index-dtype int8"),
-    ],
-)
-def test_a_cpu_has_no_gpus_to_divide(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
-        resolve(tmp_path, device="cpu", **changes)
+def test_processes_on_a_cpu_may_have_their_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a model with linear attention have them unless told otherwise."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4})
+    linear = msgspec.structs.replace(SPEC, linear_layers=(0, 1, 2))
+    for given in ({"cache_ranks": 0}, {"spec": linear}):
+        selection = {"budget_tokens": 2048}
+        settings, said = resolve(
+            tmp_path, device="cpu", tensor_parallel=2, selection=selection, **given
+        )
+        placement = settings.rank_settings.placement
+        assert (placement.link, placement.num_cache_ranks, placement.tp_size) == ("local", 0, 2)
+        assert "model on 2 processes, cache rank of each in SGLang's process" in said[0]
+
+
+def test_a_cpu_has_no_pages_of_int4(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="use --index-dtype int8"):
+        resolve(tmp_path, device="cpu", cache_ranks=0)
 
 
 def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(

@@ -205,6 +205,7 @@ def of_split(worker: Worker, nodes: int, here: int, node: int = 1, local: int = 
     ("given", "here"),
     [
         ({"tensor_parallel": 2}, 2),
+        ({"tensor_parallel": 4, "cache_ranks": 0}, 1),
         ({"tensor_parallel": 2, "cache_ranks": 4}, 3),
         ({"tensor_parallel": 4, "cache_ranks": 2}, 2),
     ],
@@ -219,7 +220,8 @@ def test_each_node_has_sglang_and_its_part_of_the_cache_ranks(
             check_processes(found, worker)
         assert [worker.place(found) for worker in workers] == list(range(here))
         assert workers[0].place(found) == 0
-    assert open_cache_ranks(settings(tensor_parallel=2), of_split(second, 2, 2)) == 2
+    for count, implied in ((2, 2), (1, 0)):
+        assert open_cache_ranks(settings(tensor_parallel=2), of_split(second, 2, count)) == implied
     with pytest.raises(SettingsError, match=rf"{here + 1} processes on each.*node {here}"):
         check_processes(found, of_split(second, 2, here + 1))
 
