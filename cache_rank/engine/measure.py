@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import (
     DenseLengths,
     EnginePools,
@@ -119,7 +120,10 @@ class _Scratch:
         device: torch.device,
         make_sets: MakeSets,
     ) -> _Scratch:
-        """Allocate at most `_MOST_BYTES` of keys, and as much of resident sets."""
+        """Allocate at most `_MOST_BYTES` of keys, and as much of resident sets.
+
+        Of keys more if bounds of their pages are kept, and one request has more.
+        """
         selection, (batch, context) = settings.selection, load
         dtype, stored = getattr(torch, model.dtype), getattr(torch, model.stored_dtype)
         token_bytes = model.num_kv_heads * model.head_dim * stored.itemsize
@@ -128,7 +132,10 @@ class _Scratch:
             max(1, _MOST_TOKENS.get(device.type, num_slots) // context),
         )
         measured = min(batch, most)
-        slots = min(num_slots, max(page_size, _MOST_BYTES // token_bytes)) // page_size * page_size
+        least = page_size
+        if find_policy(selection.policy).capabilities.index == "page_bounds":
+            least = context + page_size - 1  # of which there are as many as slots, in each row
+        slots = min(num_slots, max(least, _MOST_BYTES // token_bytes)) // page_size * page_size
         shape = (measured + 1, selection.num_resident, model.num_kv_heads, model.head_dim)
         # The process's own generators are for sampling, and in step on all tensor-parallel ranks.
         generator = torch.Generator(device).manual_seed(0)
@@ -180,8 +187,10 @@ class _Scratch:
         rows, device = self.rows, self.generator.device
         rank.seed_identity(rows, None)
         table = self.page_tables(self.batch, context)
-        # What is measured is another request than that of the longest prompt.
-        rank.begin_extend([1], [context], [context], [table[1]])
+        # What is measured are other requests than that of the longest prompt.
+        every, whole = list(range(1, self.batch + 1)), [context] * self.batch
+        rank.begin_extend(every, whole, whole, list(table[1:]))
+        rank.extend(0, table[1].long())  # bounds of pages are of requests, not of slots
         lengths = torch.full((self.batch,), context, device=device)
         query = self.random(self.batch, self.model.num_qo_heads, self.model.head_dim)
         hidden = self.random(self.batch, self.model.hidden_size)

@@ -47,11 +47,10 @@ class PageBoundsIndex(KeyIndex):
         """See `KeyIndex.nbytes`."""
         return sum(t.nbytes for t in self._bounds.values())
 
-    def bounds(self, layer: int, rows: torch.Tensor, width: int) -> PageBounds:
-        """Return the bounds of `rows` ``[S]`` for the positions ``[0, width)``."""
-        num_pages = -(-width // self._size)
-        low, high = self._bounds[layer][:, rows, :num_pages]
-        return PageBounds(low, high, self._size)
+    def bounds(self, layer: int, width: int) -> PageBounds:
+        """Return the bounds of all rows, for candidates in ``[0, width)``."""
+        bounds = self._bounds[layer]
+        return PageBounds(bounds, self._size, min(-(-width // self._size), bounds.shape[2]))
 
     def begin_extend(
         self,

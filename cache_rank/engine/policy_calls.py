@@ -192,7 +192,7 @@ class PolicyCalls:
         width = int(hi.max()) if self._is_eager else self._model.max_context
         bounds = None
         if isinstance(index, PageBoundsIndex):
-            bounds = index.bounds(layer, rows, width)
+            bounds = index.bounds(layer, width)
 
         def score(asked: torch.Tensor) -> torch.Tensor:
             return self._scores(layer, asked, pages, lo, hi, width)

@@ -185,14 +185,16 @@ class StoredKV:
 
 @dataclass(frozen=True, slots=True)
 class PageBounds:
-    """Bounds of the keys of S requests in one layer, by pages of positions."""
+    """Bounds of the keys in one layer, by rows of requests and pages of positions."""
 
-    low: torch.Tensor
-    high: torch.Tensor
-    """``[S, num_pages, num_kv_heads, head_dim]``: the least and the largest of each key component
-    among the candidates in a page. Undefined for pages without any."""
+    bounds: torch.Tensor
+    """``[2, num_rows, max_pages, num_kv_heads, head_dim]``, not a copy: in the row of a request
+    (`SelectionInput.rows`) the least and the largest of each key component among the candidates in
+    a page. Undefined for pages without any, and for other rows."""
     page_tokens: int
     """Page p has the positions from ``p * page_tokens`` on."""
+    num_pages: int
+    """No candidate of any request is in page `num_pages` or behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ import torch
 from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.kernels.score import pool_heads
+from tandemkv.kernels.page_bounds import score_pages
+from tandemkv.kernels.topk import topk_positions
 
-from .base import PageBounds, Policy, PolicyCapabilities, PolicyOptions, Selection, SelectionInput
+from .base import Policy, PolicyCapabilities, PolicyOptions, Selection, SelectionInput
 
 
 class QuestOptions(PolicyOptions):
@@ -34,8 +35,7 @@ class QuestPolicy(Policy):
     Pages are counted in positions, and bounds are kept by row and position: slots may be shared or
     rewritten. A page is entered when its first token becomes a candidate, and widened as more do;
     what is already there is not read again
-    (`tandemkv.cache_rank.engine.page_index.PageBoundsIndex`). A cache rank in a process of its
-    own, which the host drives, makes the bounds anew in each step.
+    (`tandemkv.cache_rank.engine.page_index.PageBoundsIndex`).
 
     Deviations from the paper:
 
@@ -54,7 +54,7 @@ class QuestPolicy(Policy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.SAME_STEP_QUERY, index="page_bounds", per_head=True
+        timing=Timing.SAME_STEP_QUERY, index="page_bounds", per_head=True, graph_safe=True
     )
     options_model: ClassVar[type[PolicyOptions]] = QuestOptions
     options: QuestOptions
@@ -66,44 +66,29 @@ class QuestPolicy(Policy):
 
     def select(self, request: SelectionInput) -> Selection:
         """See `Policy.select`."""
-        assert request.pages is not None  # as declared
-        heads = self.context.model.num_kv_heads
-        shape = (len(request.rows), heads, request.budget)
-        chosen = torch.full(shape, -1, dtype=torch.int32, device=request.query.device)
-        ranges = zip(request.lo.tolist(), request.hi.tolist(), strict=True)
-        for i, (lo, hi) in enumerate(ranges):
-            if lo < hi:
-                scores = self._bounds(request.query[i], request.pages, i, lo, hi)
-                tokens = self._tokens(scores, lo, hi, request)
-                chosen[i, :, : tokens.shape[1]] = tokens
-        return Selection(chosen)
-
-    def _bounds(
-        self, query: torch.Tensor, pages: PageBounds, i: int, lo: int, hi: int
-    ) -> torch.Tensor:
-        """Return the pooled bounds ``[H, num_pages]`` of the pages that hold ``[lo, hi)``."""
-        model = self.context.model
-        used = slice(lo // pages.page_tokens, -(-hi // pages.page_tokens))
-        grouped = query.float().view(model.num_kv_heads, model.gqa_group_size, model.head_dim)
-        low, high = (x[i, used].float().permute(1, 2, 0) for x in (pages.low, pages.high))
-        bounds = grouped.clamp(min=0) @ high
-        bounds += grouped.clamp(max=0) @ low
-        bounds *= model.scale  # [H, G, num_pages]
-        return pool_heads(bounds, self.context.selection.pooling)
-
-    def _tokens(
-        self, scores: torch.Tensor, lo: int, hi: int, request: SelectionInput
-    ) -> torch.Tensor:
-        """Return positions ``[H, min(budget, hi - lo)]`` int32 of the best pages, best first."""
-        assert request.pages is not None
-        budget, size = request.budget, request.pages.page_tokens
-        first = lo // size
+        pages, budget = request.pages, request.budget
+        assert pages is not None  # as declared
+        scores = score_pages(
+            request.query,
+            pages.bounds,
+            request.rows,
+            request.lo,
+            request.hi,
+            num_pages=pages.num_pages,
+            page_tokens=pages.page_tokens,
+            scale=self.context.model.scale,
+            pooling=self.context.selection.pooling,
+        )
         # Two more than a whole budget needs: the first and the last page may be incomplete.
-        count = min(scores.shape[1], -(-budget // size) + 2)
-        best = scores.topk(count, dim=-1).indices + first
-        inside = torch.arange(size, device=scores.device)
-        positions = (best[..., None] * size + inside).flatten(1)  # [H, count * size]
+        count = min(pages.num_pages, -(-budget // pages.page_tokens) + 2)
+        best = topk_positions(scores, count).unsqueeze(-1)  # [S, H, count, 1]
+        inside = torch.arange(pages.page_tokens, dtype=best.dtype, device=best.device)
+        positions = (best * pages.page_tokens + inside).flatten(2)
+        lo, hi = (x.view(-1, 1, 1) for x in (request.lo, request.hi))
+        # Of no page, -1, all positions are below 0.
         is_candidate = (positions >= lo) & (positions < hi)
-        # A stable sort brings the candidates to the front and keeps their order.
-        order = is_candidate.int().sort(dim=-1, descending=True, stable=True).indices
-        return positions.gather(1, order)[:, : min(budget, hi - lo)].int()
+        place = is_candidate.cumsum(-1).sub_(1)
+        # What is no candidate, or beyond the budget, goes to a last place, which is left out.
+        place = torch.where(is_candidate, place, budget).clamp_(max=budget)
+        chosen = positions.new_full((*positions.shape[:2], budget + 1), -1)
+        return Selection(chosen.scatter_(2, place, positions)[..., :budget].contiguous())

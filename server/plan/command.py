@@ -48,6 +48,10 @@ _POOLED = (
     "the predicted times are without --pool-before and --pool-after, which made a layer's "
     "selection a third longer on an H200 (docs/policies.md)"
 )
+_BOUNDS = (
+    "the policy reads bounds of pages, and memory and times are predicted for an index of keys "
+    "(docs/policies.md)"
+)
 _KEYS = (
     "policy", "budget_tokens", "resident_factor", "index_dtype", "index_channels",
     "num_sink_tokens", "num_recent_tokens", "sample_tokens", "fetch_cap", "exact_layers",
@@ -198,8 +202,12 @@ def _break_even(choice: Choice, shape: ModelShape, load: Workload) -> dict[str, 
 
 def _notes(selection: SelectionSettings) -> Iterator[str]:
     """Yield what the predicted times leave out."""
+    from tandemkv.cache_rank.policies.registry import find_policy
+
     if not captures_steps(selection.policy):
         yield f"decode steps of policy {selection.policy} are not captured: they take longer"
+    if find_policy(selection.policy).capabilities.index == "page_bounds":
+        yield _BOUNDS
     if selection.pool_before or selection.pool_after:
         yield _POOLED
 

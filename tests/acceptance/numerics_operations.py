@@ -18,6 +18,7 @@ OPERATIONS: dict[str, Operation] = {
     "score_keys": scores.scores,
     "score_window": scores.window_scores,
     "score_topk": scores.choice,
+    "score_pages": scores.pages,
     "predict_query": queries.query,
     "ridge_predict": queries.ridge,
     "push_and_predict": queries.query_windows,

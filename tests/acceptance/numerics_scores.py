@@ -10,7 +10,7 @@ from dataclasses import replace
 import in_float64
 import torch
 from in_python import pooled
-from numerics_draw import FLOAT32, INTS, KV_FLOATS, Compared, Draw
+from numerics_draw import FLOAT32, FLOATS, INTS, KV_FLOATS, Compared, Draw
 from score_inputs import (
     EXACT_LOGITS,
     KINDS,
@@ -23,6 +23,7 @@ from score_inputs import (
 )
 from tolerances import EXACT, Tolerance
 
+from tandemkv.kernels.page_bounds import score_pages
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages, quantize_int8
 from tandemkv.kernels.score import POOLINGS, score_keys, score_window
 from tandemkv.kernels.select import score_topk
@@ -121,6 +122,31 @@ def choice(draw: Draw) -> Iterator[Compared]:
         yield Compared("choice", order / largest, best / largest, EXACT_LOGITS)
         distinct = torch.tensor([len({p for p in row if p >= 0}) for row in chosen.tolist()])
         yield Compared("distinct", distinct, (chosen >= 0).sum(1), EXACT)
+
+
+def pages(draw: Draw) -> Iterator[Compared]:
+    """`score_pages`."""
+    num_reqs, num_pages = draw.number("num_reqs", 1, 4, 2), draw.number("num_pages", 1, 600, 90)
+    size, pooling = draw.option("page_tokens", (1, 7, 16)), draw.option("pooling", POOLINGS)
+    (heads, group, dim), dtype, scale = draw.heads(), draw.dtype("dtype", FLOATS), 0.3
+    bounds = torch.randn(2, num_reqs + 2, num_pages + 3, heads, dim).sort(0).values.to(dtype)
+    q, rows = torch.randn(num_reqs, heads * group, dim).to(dtype), torch.randperm(num_reqs + 2)
+    rows = rows[:num_reqs].to(draw.dtype("rows", INTS))
+    lo, hi = _ranges(draw, num_reqs, num_pages * size)
+    got = score_pages(
+        q, bounds, rows, lo, hi, num_pages=num_pages, page_tokens=size, scale=scale,
+        pooling=pooling,
+    )  # fmt: skip
+    tolerance = ON_GPU if draw.is_interpreted else EXACT_LOGITS
+    for req, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
+        want = torch.full(got[req].shape, -math.inf, dtype=torch.float64)
+        largest = torch.tensor(1.0)
+        if first < last:
+            used = slice(first // size, (last - 1) // size + 1)
+            of_pages = q[req], bounds[:, rows[req], used], pooling, scale
+            want[:, used] = in_float64.page_scores(*of_pages)
+            largest = in_float64.page_magnitude(*of_pages)
+        yield Compared("scores", got[req] / largest, want / largest, tolerance)
 
 
 def _quantizable(draw: Draw, num_slots: int) -> torch.Tensor:

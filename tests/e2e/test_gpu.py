@@ -94,6 +94,19 @@ def test_tokens_are_those_of_stock(
     check(agreement(cold, want), f"{name}, cold, eight at a time")
 
 
+def test_tokens_of_a_captured_method_are_those_of_stock(
+    prompts: list[list[int]], reference: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Quest's own `select` runs in each step; others are done by fused kernels."""
+    with served({"policy": "quest", **COVERING}) as server:
+        for name, at_once in (("alone", 1), ("eight at a time", 8)):
+            found = run(server, prompts, new_tokens=NEW_TOKENS, at_once=at_once)
+            check(agreement(found, reference["alone"]), f"quest, {name}")
+            flush(server)
+        values = server.values()[0]
+    assert values["selections_total"] > len(prompts) * NEW_TOKENS
+
+
 def test_selection_ran_where_everything_is_covered(covering: Server, token_ids: list[int]) -> None:
     before, _ = covering.values()
     covering.generate(

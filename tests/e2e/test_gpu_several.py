@@ -82,6 +82,7 @@ def check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], what: 
         ),
         pytest.param({"policy": "async_spade", "index_dtype": "native"}, id="async_spade"),
         pytest.param({"policy": "oracle", "index_dtype": "int8"}, id="oracle"),
+        pytest.param({"policy": "quest"}, id="quest"),
     ],
 )
 def test_tokens_and_rows_are_those_of_one_cache_rank(

@@ -81,6 +81,7 @@ def skip_unless_offered(policy: str, link: str) -> None:
         ("async_spade", "native"),
         ("kascade", "native"),
         *((policy, "native") for policy in _SLOW),
+        ("quest", "native"),
         ("streaming", "native"),
     ],
 )
@@ -106,8 +107,10 @@ def test_two_processes_give_the_tokens_of_one(
     check(agreement(together[link], together["local"]), f"{policy}, eight at a time")
     if policy != "streaming":
         assert fetched["local"] > COUNT * NEW_TOKENS
-    if link == "shared":  # counted up to an announced step, and few steps of the slow are
-        rel = 0.15 if policy in _SLOW else 0.05
+    if link == "shared":
+        # Counted up to an announced step, and few steps of the slow are. The overlap scheduler does
+        # a step more for each answer, and those on a CPU are short.
+        rel = 0.15 if policy in _SLOW else 0.05 if DEVICE == "cuda" else 0.1
         assert fetched[link] == pytest.approx(fetched["local"], rel=rel)
 
 

@@ -25,7 +25,7 @@ from stock_agreement import (
 _SPARSE_LAYERS = 28
 """Of 30; the policies' own default has two exact ones."""
 _SMALL = {"budget_tokens": 128, "resident_factor": 1.0, "num_recent_tokens": 64}
-_POLICIES = ("quest", "sfi", "sync_kv")
+_POLICIES = ("sfi", "sync_kv")
 _SLOW = ("sfi", "sync_kv")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

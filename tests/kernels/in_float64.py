@@ -73,6 +73,25 @@ def ridge(queries: torch.Tensor, *, eps: float, sign: int, normalise: str) -> to
     return torch.stack(predictions).mean(0) if predictions else newest
 
 
+def page_scores(q: torch.Tensor, bounds: torch.Tensor, pooling: str, scale: float) -> torch.Tensor:
+    """Scores ``[H, n]`` under q ``[Hq, D]`` of pages with keys within bounds ``[2, n, H, D]``."""
+    group = q.shape[0] // bounds.shape[2]
+    own = bounds.double().repeat_interleave(group, 2)  # [2, n, Hq, D]
+    logits = (q.double() * own).amax(0).sum(-1).T.unflatten(0, (-1, group)) * scale  # [H, G, n]
+    if pooling == "softmax_mean":
+        return logits.softmax(-1).mean(1)
+    return logits.amax(1) if pooling == "max_logit" else logits.mean(1)
+
+
+def page_magnitude(
+    q: torch.Tensor, bounds: torch.Tensor, pooling: str, scale: float
+) -> torch.Tensor:
+    """What rounding errors of `page_scores` are relative to: not a sum that may cancel."""
+    if pooling != "softmax_mean":
+        q, bounds, pooling = q.abs(), bounds.abs(), "max_logit"
+    return page_scores(q, bounds, pooling, scale).max()
+
+
 def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Keys ``[num_slots, H, D]`` of an int4 index, written out channel by channel."""
     num_pages, heads, page_size, half = codes.shape

@@ -19,6 +19,7 @@ from tandemkv.kernels.changed_rows import put_changed_rows, take_changed_rows
 from tandemkv.kernels.exchange import SampleWeights, exchange_rows
 from tandemkv.kernels.gather import gather_tokens
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
+from tandemkv.kernels.page_bounds import score_pages
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
 from tandemkv.kernels.query import QueryWeights, predict_query
 from tandemkv.kernels.query_window import push_and_predict
@@ -266,6 +267,18 @@ def _window(
     )  # fmt: skip
 
 
+def _pages(
+    device: torch.device, *, dtype: torch.dtype = BF16, dim: int = DIM, page: int = 16,
+    pooling: str = "softmax_mean",
+) -> None:  # fmt: skip
+    new = partial(torch.empty, device=device)
+    bounds = new(2, BATCH + 1, CONTEXT // page, KV_HEADS, dim, dtype=dtype)
+    score_pages(
+        new(BATCH, QO_HEADS, dim, dtype=dtype), bounds, *(new(BATCH, dtype=I64) for _ in range(3)),
+        num_pages=CONTEXT // page, page_tokens=page, scale=dim**-0.5, pooling=pooling,
+    )  # fmt: skip
+
+
 def _topk(device: torch.device, *, k: int, context: int, bounded: bool) -> None:
     new = partial(torch.empty, device=device)
     options: dict[str, Any] = {"out_scores": new(BATCH, KV_HEADS, k)}
@@ -340,6 +353,9 @@ def _launches() -> dict[str, Launch]:
         "scores, int8": partial(keys, kind="int8", pooling="max_logit"),
         "scores, int4": partial(keys, kind="int4", pooling="mean_logit"),
         "scores, slots": partial(keys, kind="native", page=1),
+        "pages": _pages,
+        "pages of one token, max_logit": partial(_pages, page=1, pooling="max_logit"),
+        "pages, heads of 256, float32": partial(_pages, dim=256, dtype=FP32),
         "choice, native": partial(choice, kind="native", k=K),
         "choice, int8": partial(choice, kind="int8", k=K),
         "choice, int4": partial(choice, kind="int4", k=K, page=128),
@@ -371,7 +387,8 @@ OF_EACH_KERNEL = (
     "append, samples and a step", "attend", "exchange, another GPU", "changed rows", "gather",
     "step flags", "mirror", "quantize", "query, int8", "window of queries",
     "window of queries, mean", "samples",
-    "scores, native", "choice, int4", "choice, neighbours pooled", "seeding, int4", "step tables",
+    "scores, native", "pages", "choice, int4", "choice, neighbours pooled", "seeding, int4",
+    "step tables",
 )  # fmt: skip
 """Enough to launch each kernel once."""
 TIGHT = (

@@ -97,6 +97,7 @@ class Bench:
             pages=page_bounds(
                 self.k,
                 self.slots,
+                torch.arange(1, len(self.lengths) + 1),
                 torch.full_like(hi, selection.num_sink_tokens),
                 hi,
                 page_tokens=self.policy.page_tokens,

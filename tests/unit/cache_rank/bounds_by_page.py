@@ -12,6 +12,7 @@ from tandemkv.cache_rank.policies.base import PageBounds
 def page_bounds(
     keys: torch.Tensor,
     slots: torch.Tensor,
+    rows: torch.Tensor,
     lo: torch.Tensor,
     hi: torch.Tensor,
     *,
@@ -25,15 +26,14 @@ def page_bounds(
         ``[num_slots, H, D]``.
     slots : torch.Tensor
         ``[S, width]`` integers: slots by position.
-    lo, hi : torch.Tensor
-        ``[S]`` integers, on the host's side of things: their values are read.
+    rows, lo, hi : torch.Tensor
+        ``[S]`` integers: row of each request, and its candidates. Their values are read.
     page_tokens : int
         Positions of a page.
     """
-    width = slots.shape[1]
-    num_pages = -(-width // page_tokens)
-    shape = (len(slots), num_pages, *keys.shape[1:])
-    low, high = keys.new_zeros(shape), keys.new_zeros(shape)
-    for i, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
-        enter_range(keys, slots[i], first, last, low[i], high[i], page_tokens=page_tokens)
-    return PageBounds(low, high, page_tokens)
+    num_pages = -(-slots.shape[1] // page_tokens)
+    bounds = keys.new_zeros((2, int(rows.max()) + 1, num_pages, *keys.shape[1:]))
+    ranges = zip(rows.tolist(), lo.tolist(), hi.tolist(), strict=True)
+    for i, (row, first, last) in enumerate(ranges):
+        enter_range(keys, slots[i], first, last, *bounds[:, row], page_tokens=page_tokens)
+    return PageBounds(bounds, page_tokens, num_pages)

@@ -16,6 +16,7 @@ from tandemkv.cache_rank.engine import measure as measure_module
 from tandemkv.cache_rank.engine.cache_engine import CacheEngine
 from tandemkv.cache_rank.engine.measure import largest_load, prompt_lengths
 from tandemkv.cache_rank.policies.base import Selection, SelectionInput
+from tandemkv.cache_rank.policies.quest import QuestPolicy
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.policies.sfi import SFIPolicy
 from tandemkv.cache_rank.protocol.engine import measure_selection
@@ -209,6 +210,31 @@ def test_weights_of_samples_go_the_same_way_as_in_a_step(
             assert weights.active.all()
             assert weights.target[1:].isfinite().any(-1).all()
             assert torch.equal(weights.target[1:], weights.source[1:])
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 10, 512 << 20])
+def test_bounds_of_pages_are_those_of_the_requests_that_are_timed(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a request is longer than the keys that a measurement takes otherwise."""
+    chosen: list[torch.Tensor] = []
+    select = QuestPolicy.select
+
+    def note(policy: QuestPolicy, request: SelectionInput) -> Selection:
+        chosen.append(select(policy, request).positions)
+        return Selection(chosen[-1])
+
+    monkeypatch.setattr(QuestPolicy, "select", note)
+    monkeypatch.setattr(measure_module, "_MOST_BYTES", most_bytes)
+    found = measure_selection(
+        model=MODEL, settings=settings_of(policy="quest"), num_slots=4 * CONTEXT, page_size=16,
+        max_batch=3, device=CPU, make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
+        predict_query=lambda *_: pytest.fail("nothing is predicted"),
+    )  # fmt: skip
+    assert found is not None
+    assert found.context == CONTEXT
+    assert bool((chosen[-1] >= 0).all())
+    assert len(torch.stack(chosen)[..., 0].unique()) > 1
 
 
 def test_windows_are_timed_too(tmp_path: Path) -> None:

@@ -97,7 +97,12 @@ def request_of(world: World, layer: int, row: int, hi: int, query: torch.Tensor)
         hi=ends,
         stored=StoredKV(keys, world.pools.v[layer], slots),
         pages=page_bounds(
-            keys, slots, lo, ends, page_tokens=int(str(selection.options.get("page_tokens", 16)))
+            keys,
+            slots,
+            torch.tensor([row]),
+            lo,
+            ends,
+            page_tokens=int(str(selection.options.get("page_tokens", 16))),
         ),
     )
 
@@ -202,11 +207,11 @@ def test_a_gpu_captures_what_is_the_same_in_each_step() -> None:
     class Captured(own_policy.NewestFirst):
         capabilities = replace(own_policy.NewestFirst.capabilities, graph_safe=True)
 
-    for name in ("own_policy:NewestFirst", "quest", "sfi", "sync_kv"):
+    for name in ("own_policy:NewestFirst", "sfi", "sync_kv"):
         check_device(find_policy(name), name, "cuda")
         assert not is_captured(find_policy(name))
     assert is_captured(Captured)
-    for name in ("look_ahead", "kascade", "async_spade", "mean_query", "oracle", "streaming"):
+    for name in ("look_ahead", "kascade", "async_spade", "oracle", "quest", "streaming"):
         assert is_captured(find_policy(name))
     with pytest.raises(PolicyError, match="lfps does not run on cuda; use --device cpu"):
         check_device(find_policy("lfps"), "lfps", "cuda")
@@ -331,14 +336,54 @@ def test_quest_ranks_by_bounds_that_steps_keep(page_size: int) -> None:
             index, first = world.rank._index, SINK // 7
             assert isinstance(index, PageBoundsIndex)
             assert at_once is not None
-            found = index.bounds(layer, torch.tensor([1]), hi + 1)
-            assert torch.equal(found.low[:, first:], at_once.low[:, first:])
-            assert torch.equal(found.high[:, first:], at_once.high[:, first:])
+            found = index.bounds(layer, hi + 1)
+            assert found.num_pages == at_once.num_pages
+            pages = slice(first, found.num_pages)
+            assert torch.equal(found.bounds[:, 1, pages], at_once.bounds[:, 1, pages])
             context = PolicyContext(model=MODEL, selection=world.settings.selection)
             chosen = find_policy("quest")(context).select(want).positions[0]
             world.check_books(layer, 1, 150 + grown)
             for head, held in enumerate(world.resident(layer, 1)[1].tolist()):
                 assert set(chosen[head].tolist()) <= set(held)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_quest_chooses_in_captured_steps_as_in_others(page_size: int) -> None:
+    """Asked about all of the batch: padding and requests that are dense are in it."""
+    worlds = [
+        World(policy="quest", fetch_cap=32, page_size=page_size, options={"page_tokens": 7})
+        for _ in range(2)
+    ]
+    worlds[1].rank._calls._is_eager = False
+    for world in worlds:
+        world.prefill(1, 150)
+        world.prefill(2, 60)
+        world.prefill(3, 18)
+    before = worlds[0].rank.counters()["fetched_rows_total"]
+    for grown in range(1, 6):
+        for world in worlds:
+            step(world, [2, 0, 3, 1], [60 + grown, 1, 18 + grown, 150 + grown])
+        for layer in SPARSE:
+            for row in (1, 2, 3):
+                for one, other in zip(*(w.resident(layer, row) for w in worlds), strict=True):
+                    assert torch.equal(one, other)
+    assert worlds[0].rank.counters() == worlds[1].rank.counters()
+    assert worlds[0].rank.counters()["fetched_rows_total"] > before
+
+
+def test_page_bounds_grow_without_a_value_on_the_host() -> None:
+    """As in a step that is captured: tensors of ``meta`` have none."""
+    world = World(policy="quest")
+    pools = replace(world.pools, k=[x.to("meta") for x in world.pools.k])
+    index = PageBoundsIndex(
+        pools, SPARSE, world.settings.selection, page_tokens=16, max_context=MODEL.max_context
+    )
+    lengths, pages, rows = (
+        torch.zeros(shape, dtype=dtype, device="meta")
+        for shape, dtype in ((3, torch.int32), ((3, 256), torch.int32), (3, torch.int64))
+    )
+    index.append(1, lengths, pages, rows)
+    assert index.bounds(1, 40).bounds.is_meta
 
 
 CLUSTERS = HeadClusters(((0, 1),) * LAYERS, ((0, 1),) * LAYERS)

@@ -89,7 +89,7 @@ def test_cache_ranks_at_addresses_need_no_gpu_here(
         assert (launch.placement.link, launch.placement.head_shards) == ("message", 2)
 
 
-@pytest.mark.parametrize("policy", ["quest", "sfi", "sync_kv"])
+@pytest.mark.parametrize("policy", ["sfi", "sync_kv"])
 def test_what_a_gpu_does_not_capture_is_in_one_process_or_in_two_that_map_memory(
     policy: str, gpus: pytest.MonkeyPatch, model_dir: Path
 ) -> None:

@@ -301,6 +301,7 @@ def test_plan_takes_the_index_that_serve_would(
             0,
             "asked for: 1 inference + 1 cache GPU",
         ),
+        (["--model", "qwen3-8b", "--policy", "quest"], 0, "reads bounds of pages"),
         (["--model", "qwen3-8b", "--set", "selection.pool_before=1"], 0, "without --pool-before"),
         (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
