@@ -81,8 +81,8 @@ def test_by_messages_each_of_several_has_a_gpu_of_its_own(
     settings, _ = resolve(tmp_path, **far)
     assert settings.rank_settings.placement.head_shards == 3
     gpus(32)
-    for more in (given | {"cache_ranks": 16}, far | {"selection": {"policy": "quest"}}):
-        with pytest.raises(SettingsError, match=r"more than the .* KV heads|policy=quest"):
+    for more in (given | {"cache_ranks": 16}, far | {"selection": {"policy": "sfi"}}):
+        with pytest.raises(SettingsError, match=r"more than the .* KV heads|policy=sfi"):
             resolve(tmp_path, **more)
 
 
