@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tandemkv.cache_rank.policies.base import Policy, ScoringPolicy, keep_first
-from tandemkv.cache_rank.policies.composition import Composition, is_captured
+from tandemkv.cache_rank.policies.composition import Composition
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.engine import EnginePools, PredictQuery
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
@@ -161,11 +161,6 @@ class CacheEngine:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     # -- what there is -------------------------------------------------------------------
-
-    @property
-    def is_captured(self) -> bool:
-        """See `Engine.is_captured`."""
-        return is_captured(type(self._policy))
 
     @property
     def forgets(self) -> bool:

@@ -205,7 +205,7 @@ class _Scratch:
 
         return median_us(
             select, device, prepare=lambda: rank.begin_decode(rows, lengths, table),
-            is_captured=rank.is_captured,
+            is_captured=rank.program.is_captured,
         )  # fmt: skip
 
     def transfer_us(self, rank: CacheEngine, context: int, *, cap: int) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from tandemkv.cache_rank.policies.attending import AttendingPolicy, AttendInput
 from tandemkv.cache_rank.policies.base import Owner, Policy, SelectionInput, StoredKV
-from tandemkv.cache_rank.policies.composition import Composition, is_captured
+from tandemkv.cache_rank.policies.composition import Composition
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
@@ -28,7 +28,7 @@ class PolicyCalls:
 
     A request is known to it as (row, generation); generations count the prefill steps of a row. It
     is asked about the requests that something is selected for. On a GPU that captures its steps
-    (`is_captured`) it is asked about all of the batch, and nobody is named
+    (`EngineProgram.is_captured`) it is asked about all of the batch, and nobody is named
     (`SelectionInput.owners`).
 
     Attributes
@@ -53,7 +53,7 @@ class PolicyCalls:
         self.composition = composition
         self._policy, self._model, self._selection = policy, model, selection
         self._pools, self._program, self._index, self._batch = pools, program, index, batch
-        self._is_eager = pools.k[0].device.type == "cpu" or not is_captured(type(policy))
+        self._is_eager = pools.k[0].device.type == "cpu" or not program.is_captured
         self._generations: dict[int, int] = {}
         self.num_attends = self.num_attended = 0
 

@@ -155,10 +155,6 @@ class Engine(Protocol):
         """Bytes of key index, books, windows of queries, and weights that are to be copied."""
 
     @property
-    def is_captured(self) -> bool:
-        """Whether a GPU may capture decode steps; else what is called in them may wait for it."""
-
-    @property
     def forgets(self) -> bool:
         """Whether the policy remembers of a request what is lost with this process."""
 

@@ -65,11 +65,11 @@ class EntryRunner:
     On a GPU all is queued on the thread's current stream and on lanes beside it. A decode step that
     was prepared is replayed as a CUDA graph: it waits for the step to begin, reads its requests
     from the engine's memory, and ends with what the next step waits for. One that nobody may
-    capture (`Engine.is_captured`) is queued anew each time, in the order in which a CPU does it.
-    This thread may wait for the device in it: for all that was queued the forward pass raises its
-    flags without anything that comes later. `versions`, copies of the books, is None if nothing is
-    selected. `host` is where the two hosts tell each other what was taken, and what was taken up;
-    `warm_up` loads what prompts need, before the first of them.
+    capture (`EngineProgram.is_captured`) is queued anew each time, in the order in which a CPU does
+    it. This thread may wait for the device in it: for all that was queued the forward pass raises
+    its flags without anything that comes later. `versions`, copies of the books, is None if nothing
+    is selected. `host` is where the two hosts tell each other what was taken, and what was taken
+    up; `warm_up` loads what prompts need, before the first of them.
 
     Attributes
     ----------
@@ -260,7 +260,7 @@ class EntryRunner:
             self._warm_up()
         else:
             with signals.masked():
-                if self._engine.is_captured:
+                if self._program.is_captured:
                     self._graphs.capture(str(kind), size, lambda: self._queue_decode(entry))
                 else:
                     self._queue_decode(entry)
@@ -352,7 +352,7 @@ class EntryRunner:
 
     def _stop_if_lost(self) -> None:
         """End a step that is lost before a policy is asked that would keep what it is given."""
-        if not self._engine.is_captured:
+        if not self._program.is_captured:
             self._signals.stop_if_lost()
 
     def _index_stored(self, layer: int, size: int, lane: int | None = None) -> None:

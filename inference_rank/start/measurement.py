@@ -69,7 +69,7 @@ class StartMeasurement:
         """
         found: SelectionTime | None = None
         layer: LayerTime | None = None
-        if self._device.type == "cuda" and not self._rank.is_captured:
+        if self._device.type == "cuda" and not self._rank.program.is_captured:
             self._reason = "not measured: decode steps are not captured"
         elif self._rank.program.selects:
             layers = range(self._model.num_layers)

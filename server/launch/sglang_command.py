@@ -76,7 +76,7 @@ def sglang_argv(
         "--disable-hybrid-swa-memory",
     ]  # fmt: skip
     argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
-    is_captured = settings.rank_settings.placement.host_engine or captures_steps(selection.policy)
+    is_captured = settings.rank_settings.placement.host_engine or selection.declared.is_captured
     if device != "cpu" and not is_captured:
         argv.append("--disable-cuda-graph")
     argv += _overlap_flags(settings, device)
@@ -93,15 +93,6 @@ def sglang_argv(
     if settings.max_context is not None:
         argv += ["--context-length", str(settings.max_context)]
     return (*argv, *settings.sglang_args)
-
-
-def captures_steps(policy: str) -> bool:
-    """Return whether a GPU captures the decode steps of a policy, by its name."""
-    # Imported here: a process that holds memory alone does without torch.
-    from tandemkv.cache_rank.policies.composition import is_captured
-    from tandemkv.cache_rank.policies.registry import find_policy
-
-    return is_captured(find_policy(policy))
 
 
 def _overlap_flags(settings: ServeSettings, device: str) -> tuple[str, ...]:

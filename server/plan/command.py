@@ -19,7 +19,6 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSetting
 from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.checks.context_limit import how_to_extend
 from tandemkv.server.evaluation.request_options import option
-from tandemkv.server.launch.sglang_command import captures_steps
 from tandemkv.server.models.calibrated import calibration_advice, with_calibration
 from tandemkv.server.settings.flags import OPERATION, SERVE_FLAGS, SWITCH, with_flags
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
@@ -155,7 +154,7 @@ def plan(
     )
     gpu_bytes = _bytes_here() if gpu_memory is None else int(gpu_memory * GIB)
     cost, note = _constants(measure)
-    is_captured = captures_steps(settings.selection.policy)
+    is_captured = settings.selection.declared.is_captured
     possible = possible_placements(shape, gpus, tp_size, num_cache_gpus)
     in_process = {each.name for each in possible if each.kind is PlacementKind.IN_PROCESS}
     choice = choose_placement(
@@ -204,7 +203,7 @@ def _notes(selection: SelectionSettings) -> Iterator[str]:
     """Yield what the predicted times leave out."""
     from tandemkv.cache_rank.policies.registry import find_policy
 
-    if not captures_steps(selection.policy):
+    if not selection.declared.is_captured:
         yield f"decode steps of policy {selection.policy} are not captured: they take longer"
     if find_policy(selection.policy).capabilities.index == "page_bounds":
         yield _BOUNDS

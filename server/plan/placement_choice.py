@@ -21,7 +21,6 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.server.checks.shared_gpus import are_peers
-from tandemkv.server.launch.sglang_command import captures_steps
 from tandemkv.server.models.calibrated import with_calibration
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import value_of
@@ -426,7 +425,7 @@ def _choose(
         return settings.model_copy(update={"cache_ranks": 1, "transport": "shared"}), reason
     if settings.tensor_parallel > 1:
         reason = f"--tp {settings.tensor_parallel} splits the cache as well"
-    elif not captures_steps(settings.selection.policy):
+    elif not settings.selection.declared.is_captured:
         reason = f"decode steps of policy {settings.selection.policy} are not captured"
     else:
         return _predicted_fastest(settings, spec, model_dir, progress)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,16 +277,13 @@ def test_steps_make_tensors_where_the_engine_is(
 
 def test_who_asks_is_named_where_steps_are_not_captured() -> None:
     """On a GPU as on a CPU; nobody waits for the rows of a step that is captured."""
-
-    class Captured(own_policy.NewestFirst):
-        capabilities = replace(own_policy.NewestFirst.capabilities, graph_safe=True)
-
     world = World(policy="own_policy:NewestFirst")
-    rank, context = world.rank, world.rank._policy.context
+    rank, captured = world.rank, copy(world.rank.program)
+    captured.is_captured = True
     pools = replace(world.pools, k=[x.to("meta") for x in world.pools.k])
-    for policy, owners in ((rank._policy, ((2, 1), (0, 0))), (Captured(context), ())):
+    for program, owners in ((rank.program, ((2, 1), (0, 0))), (captured, ())):
         calls = PolicyCalls(
-            policy, rank._calls.composition, MODEL, world.settings.selection, pools, rank.program,
+            rank._policy, rank._calls.composition, MODEL, world.settings.selection, pools, program,
             index=rank._index, batch=rank.batch,
         )  # fmt: skip
         calls.begin_extend([2])
