@@ -53,6 +53,9 @@ class SoakRequest:
     ready_within: Annotated[
         float, option("Seconds that a server may take from a crash until it is ready.", min=1)
     ] = 60.0
+    refused_within: Annotated[
+        float, option("Seconds within which 95 % of bad requests must be refused.", min=0.01)
+    ] = 1.0
     expect_no_loss: Annotated[
         bool, option("Fail if the loss of a cache rank ends a single request.", "--expect-no-loss")
     ] = False
@@ -122,7 +125,11 @@ def _run(
     from .report import as_json, as_tables
     from .run import soak as run_soak
 
-    rules = Rules(ready_within_s=request.ready_within, expect_no_loss=request.expect_no_loss)
+    rules = Rules(
+        ready_within_s=request.ready_within,
+        refused_within_s=request.refused_within,
+        expect_no_loss=request.expect_no_loss,
+    )
     with target as server:
         if server.processes is None:
             console.print("the server is on another host: no faults, and no processes to look at")

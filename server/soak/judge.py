@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
@@ -21,7 +22,6 @@ _FD_SLACK, _THREAD_SLACK = 16, 4
 _LEAST_LIFE_S, _SETTLING_S = 600.0, 240.0
 _MOST_RSS_MIB_PER_HOUR = 60.0
 _MOST_SLOWER_PERCENT = 5.0
-_AT_ONCE_S = 1.0
 _CODE = re.compile(r"(?<![0-9])[0-9]{9}(?![0-9])")
 
 
@@ -57,6 +57,8 @@ class Rules:
 
     ready_within_s: float = 60.0
     """Longest time from a crash to ready again."""
+    refused_within_s: float = 1.0
+    """Time within which 95 % of bad requests must be refused."""
     expect_no_loss: bool = False
     """Whether requests must survive what happens to the cache rank alone."""
 
@@ -105,9 +107,14 @@ def _of_answers(
         if outcome.request.refusals and not windows.touching(outcome)
     ]
     if refused:
-        slow = statistics.quantiles(refused, n=20)[-1] if len(refused) > 1 else refused[0]
-        name = "bad requests: 95 % are refused within, s"
-        yield Check(name, round(slow, 3), f"below {_AT_ONCE_S:g}", slow < _AT_ONCE_S)
+        # The nearest rank: an interpolation of few values gives more than the largest of them.
+        slow = sorted(refused)[math.ceil(0.95 * len(refused)) - 1]
+        yield Check(
+            "bad requests: 95 % are refused within, s",
+            round(slow, 3),
+            f"at most {rules.refused_within_s:g}",
+            slow <= rules.refused_within_s,
+        )
 
 
 def _of_canaries(found: Findings, dense: Agreement) -> Iterable[Check]:

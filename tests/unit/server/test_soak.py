@@ -326,6 +326,24 @@ def test_each_leak_and_each_wrong_answer_fails() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("times_s", "allowed_s", "passes"),
+    [((0.2, 0.9, 1.0), 1.0, True), ((0.2, 0.9, 1.1), 1.0, False), ((0.2, 0.9, 1.1), 2.0, True)],
+)
+def test_bad_requests_are_to_be_refused_in_time(
+    times_s: tuple[float, ...], allowed_s: float, passes: bool
+) -> None:
+    bad = [ended("complete", status=400, refusals=frozenset({400})) for _ in times_s]
+    for outcome, time_s in zip(bad, times_s, strict=True):
+        outcome.ended = outcome.started + time_s
+    server = Target(url="http://x", client=Client("http://x"), processes=None, is_ours=False)
+    verdict = judge(findings(bad, last=held()), server, Rules(refused_within_s=allowed_s))
+    (found,) = [check for check in verdict.checks if check.name.startswith("bad requests")]
+    assert found.value == max(times_s)
+    assert found.passed == passes
+    assert found.required == f"at most {allowed_s:g}"
+
+
 def test_a_restart_without_a_fault_fails() -> None:
     found = findings([], last=held())
     found.watch.restarts.append(Restart(50.0, SCHEDULER))
