@@ -63,6 +63,8 @@ sglang.srt.entrypoints.engine
     _set_envs_and_config(server_args)
 sglang.srt.utils.common
     support_triton(backend)
+sglang.srt.utils.hf_transformers.tokenizer
+    get_tokenizer(tokenizer_name, tokenizer_mode, trust_remote_code, tokenizer_backend)
 sglang.srt.utils.auth
     decide_request_auth(path, api_key)
     AuthDecision(allowed, error_status_code)

@@ -124,10 +124,11 @@ def http_hooks() -> list[Hook]:
 
     from .http_routes import serve_http
     from .shutdown import around_sigquit, around_sigterm
-    from .start_method import choose_start_method
+    from .start_method import around_get_tokenizer, choose_start_method
 
     around: dict[str, Callable[..., Any]] = {
         **install.AROUND,
+        "sglang.srt.utils.hf_transformers.tokenizer.get_tokenizer": around_get_tokenizer,
         f"{_SIGNALS}.sigterm_handler": around_sigterm,
         f"{_SIGNALS}.running_phase_sigquit_handler": around_sigquit,
         f"{_MANAGER}.TokenizerManager.create_abort_task": aborts.around_abort_task,

@@ -99,14 +99,44 @@ def of_serve(small_asked: list[list[int]], new_tokens: int, once: Once) -> list[
     return once("small", ask)
 
 
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model with four KV heads, which the servers of a module serve."""
+@pytest.fixture(scope="session")
+def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with four KV heads and four layers, whose steps take a tenth of the embedded one's.
+
+    For tests of tokens; not for those in which something has to happen while requests decode.
+    """
     folder = tmp_path_factory.mktemp("model")
     make_random_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def random_model(random_model_dir: Path) -> Iterator[Path]:
+    """The random model, which the servers of a module serve."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TANDEMKV_TEST_MODEL", str(folder))
-        yield folder
+        patch.setenv("TANDEMKV_TEST_MODEL", str(random_model_dir))
+        yield random_model_dir
+
+
+@pytest.fixture
+def on_random_model(random_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the servers of a test serve the random model."""
+    monkeypatch.setenv("TANDEMKV_TEST_MODEL", str(random_model_dir))
+
+
+@pytest.fixture(scope="session")
+def random_reference(
+    random_model_dir: Path, prompts: list[list[int]], new_tokens: int, once: Once
+) -> list[Any]:
+    """What stock SGLang says to the prompts with the random model, one at a time."""
+
+    def ask() -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TANDEMKV_TEST_MODEL", str(random_model_dir))
+            with stock() as server:
+                return run(server, prompts, new_tokens=new_tokens, at_once=1)
+
+    return once("stock-random", ask)
 
 
 @pytest.fixture(params=["shared", "message"])

@@ -8,6 +8,7 @@ for.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from rank_servers import Server, ours
 
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("random_model")
+]  # fmt: skip
 DRAFTS = 6
 NGRAMS = (
     *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(DRAFTS)),
@@ -25,7 +28,8 @@ NGRAMS = (
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(random_model: Path) -> Iterator[Server]:
+    del random_model  # which it serves
     settings = {"cache_ranks": 0, "selection": {"policy": "exact"}, "sglang_args": list(NGRAMS)}
     is_oldest = sglang_versions.installed() == sglang_versions.OLDEST
     with ours(settings, environ={"CXX": "c++ -include cstddef"} if is_oldest else {}) as found:
@@ -33,9 +37,9 @@ def server() -> Iterator[Server]:
 
 
 def test_tokens_equal_those_without_drafts(
-    server: Server, prompts: list[list[int]], new_tokens: int, reference: list[Any]
+    server: Server, prompts: list[list[int]], new_tokens: int, random_reference: list[Any]
 ) -> None:
-    check_everywhere(server, prompts, reference, new_tokens=new_tokens)
+    check_everywhere(server, prompts, random_reference, new_tokens=new_tokens)
 
 
 def test_what_was_written_before_is_accepted(server: Server, token_ids: list[int]) -> None:

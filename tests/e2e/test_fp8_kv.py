@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from exactness import compare, run
 from mapped_memory import mapped, scheduler_pid
+from random_model import SHAPE
 from rank_servers import Server, ours, stock
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("random_model")
+]  # fmt: skip
 
 COVERING = {
     "policy": "look_ahead",
@@ -23,15 +27,17 @@ COVERING = {
 
 
 @pytest.fixture(scope="module")
-def eight_bit_reference(prompts: list[list[int]], new_tokens: int) -> list[Any]:
+def eight_bit_reference(random_model: Path, prompts: list[list[int]], new_tokens: int) -> list[Any]:
     """What stock SGLang says to the prompts, one at a time."""
+    del random_model  # which it serves
     with stock("--kv-cache-dtype", "fp8_e4m3") as server:
         return run(server, prompts, new_tokens=new_tokens, at_once=1)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(random_model: Path) -> Iterator[Server]:
     """Everything is selected and copied, nothing skipped."""
+    del random_model  # which it serves
     cache = {"capacity_tokens": 40_000, "kv_dtype": "fp8_e4m3"}
     with ours({"selection": COVERING, "cache": cache}) as found:
         yield found
@@ -39,7 +45,7 @@ def server() -> Iterator[Server]:
 
 def test_tokens_equal_stock(
     server: Server, prompts: list[list[int]], new_tokens: int, eight_bit_reference: list[Any],
-    reference: list[Any],
+    random_reference: list[Any],
 ) -> None:  # fmt: skip
     for at_once in (1, 4):  # the second time with radix hits
         found = run(server, prompts, new_tokens=new_tokens, at_once=at_once)
@@ -51,12 +57,13 @@ def test_tokens_equal_stock(
     assert inference["sparse_rows_total"] > 0
     assert cache["fetched_rows_total"] > 0
     # FP8 is not what float32 is: else nothing of this was tested.
-    logprobs = [[x["logprobs"] for x in found] for found in (reference, eight_bit_reference)]
+    logprobs = [[x["logprobs"] for x in found] for found in (random_reference, eight_bit_reference)]
     assert logprobs[0] != logprobs[1]
 
 
 def test_the_memory_is_a_quarter_of_float32(server: Server) -> None:
     kv = mapped(scheduler_pid(server))["kv"]
-    layers, heads, dim = 30, 3, 64
+    names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    layers, heads, dim = (SHAPE[name] for name in names)
     slots = 40_000 + 1 + 7 * (4 + 2 * 600)
     assert len(kv) == pytest.approx(layers * 2 * slots * heads * dim, rel=0.01)

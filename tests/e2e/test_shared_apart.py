@@ -58,12 +58,13 @@ _REQUESTS, _NEW_TOKENS = 6, 20
 
 # Two have one KV head and two.
 @pytest.mark.parametrize("count", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("on_random_model")
 def test_tokens_equal_stock(
-    count: int, prompts: list[list[int]], new_tokens: int, reference: list[Any]
+    count: int, prompts: list[list[int]], new_tokens: int, random_reference: list[Any]
 ) -> None:
     settings = {"selection": _COVERING, "cache_ranks": count}
     with ours(settings, environ=_ENVIRON) as server:
-        check_with_hits(server, prompts, reference, new_tokens=new_tokens)
+        check_with_hits(server, prompts, random_reference, new_tokens=new_tokens)
         inference, ranks = values(server), cache_ranks(server)
         _, status = server.get("/tandemkv/status")
     assert min(inference["sparse_rows_total"], inference["exact_layer_rows_total"]) > 0
