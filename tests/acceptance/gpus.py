@@ -12,6 +12,7 @@ was lost costs what ran on it just then. Exit code 1 if a job failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,6 +31,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TABLE = HERE / "gpus.yaml"
 _POLL_S = 0.5
+_END_S = 40.0
+"""A server drains for 30 s at most."""
 
 
 class Job(BaseModel):
@@ -144,12 +147,23 @@ class Machine:
             self._end(each)
 
     def _end(self, each: Running) -> None:
-        os.killpg(each.process.pid, signal.SIGTERM)
-        try:
-            each.process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.wait()
+        """End a job and all that it started: what comes next gets its GPUs."""
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.process.pid, sent)
+            deadline = time.monotonic() + _END_S
+            while _group_lives(each.process) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        each.process.wait()
+
+
+def _group_lives(leader: subprocess.Popen[bytes]) -> bool:
+    leader.poll()  # else it stays in the group when it has ended
+    try:
+        os.killpg(leader.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 _WITH_MPS = """
@@ -203,6 +217,7 @@ def main() -> int:
         for name in names:
             print(f"{name}, {jobs[name].gpus} GPUs:\n  {jobs[name].run.strip()}")
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the jobs, too
     gpus = args.gpus.split(",") if args.gpus else map(str, range(torch.cuda.device_count()))
     return 1 if run(jobs, names, Machine(list(gpus), args.models, args.out), args.out) else 0
 

@@ -17,9 +17,7 @@ from rank_servers import Server, ours
 
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 
-pytestmark = [
-    pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("random_model")
-]  # fmt: skip
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 DRAFTS = 6
 NGRAMS = (
     *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(DRAFTS)),

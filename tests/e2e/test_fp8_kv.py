@@ -13,9 +13,7 @@ from mapped_memory import mapped, scheduler_pid
 from random_model import SHAPE
 from rank_servers import Server, ours, stock
 
-pytestmark = [
-    pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("random_model")
-]  # fmt: skip
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 COVERING = {
     "policy": "look_ahead",

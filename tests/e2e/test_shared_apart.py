@@ -56,7 +56,7 @@ _SLOW = {
 _REQUESTS, _NEW_TOKENS = 6, 20
 
 
-# Two have one KV head and two.
+# Of the four KV heads three have one, one and two.
 @pytest.mark.parametrize("count", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("on_random_model")
 def test_tokens_equal_stock(

@@ -20,6 +20,10 @@ def started(jobs: dict[str, Job], out: Path, gpus: list[str]) -> list[str]:
     return run(jobs, list(jobs), Machine(gpus, out / "models", out), out)
 
 
+def two_gpus() -> str:
+    return " ".join(job.run for job in JOBS.values() if job.gpus == 2)
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_what_a_job_names_is_there(name: str) -> None:
     script = JOBS[name].run
@@ -33,9 +37,18 @@ def test_what_a_job_names_is_there(name: str) -> None:
 
 def test_every_test_of_gpus_and_every_item_is_in_a_job() -> None:
     scripts = " ".join(job.run for job in JOBS.values())
-    on_gpus = [path.name for path in (ROOT / "tests/e2e").glob("test_gpu*.py")]
+    asked = set(re.findall(r"\btests/[\w/.]+", scripts))
+    on_gpus = {
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"pytest\.mark\.(multi_)?gpu\b", path.read_text(encoding="utf-8"))
+    }
     assert on_gpus
-    assert [name for name in (*on_gpus, *items.ON_GPUS) if name not in scripts] == []
+    left = {str(path) for path in on_gpus if not asked & {str(path), str(path.parent)}}
+    assert left == set()
+    of_two = {str(path) for path in on_gpus if "mark.multi_gpu(2" in (ROOT / path).read_text()}
+    assert of_two <= set(re.findall(r"tests/[\w/.]+", two_gpus()))
+    assert [name for name in items.ON_GPUS if name not in scripts] == []
 
 
 def test_servers_that_may_run_at_once_have_ports_of_their_own() -> None:
