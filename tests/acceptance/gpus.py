@@ -3,10 +3,10 @@
 
     python tests/acceptance/gpus.py --models MODELS --out OUT [--only kernels one-gpu] [--list]
 
-The jobs are in gpus.yaml, in the order in which they start; one for which too few GPUs are free is
-overtaken by smaller ones. A job sees its own GPUs only, writes into OUT/NAME, and its output is
-OUT/NAME/log.txt. Run again with the same OUT, it leaves out jobs that have passed: a machine that
-was lost costs what ran on it just then. Exit code 1 if a job failed.
+The jobs are in gpus.yaml. They start in that order, or in that of --only; one for which too few
+GPUs are free is overtaken by smaller ones. A job sees its own GPUs only, writes into OUT/NAME, and
+its output is OUT/NAME/log.txt. Run again with the same OUT, it leaves out jobs that have passed: a
+machine that was lost costs what ran on it just then. Exit code 1 if a job failed.
 """
 
 from __future__ import annotations
@@ -65,12 +65,11 @@ def read_jobs(path: Path = TABLE) -> dict[str, Job]:
 
 
 def with_needed(jobs: Mapping[str, Job], names: Sequence[str]) -> list[str]:
-    """Return `names`, and all that they come after, in the order of the table."""
-    wanted = set(names)
-    for name in reversed(jobs):
-        if name in wanted:
-            wanted |= set(jobs[name].after)
-    return [name for name in jobs if name in wanted]
+    """Return `names` in their order, each behind all that it comes after."""
+    found: dict[str, None] = {}
+    for name in names:
+        found |= dict.fromkeys([*with_needed(jobs, jobs[name].after), name])
+    return list(found)
 
 
 @dataclass(frozen=True, slots=True)

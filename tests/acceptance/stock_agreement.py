@@ -78,15 +78,15 @@ def served(selection: dict[str, Any], **changes: Any) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def stock() -> Iterator[Server]:
-    """Stock SGLang."""
+def stock(*more_args: str, model: Path | None = None) -> Iterator[Server]:
+    """Stock SGLang, on a GPU with FlashInfer unless `more_args` name another backend."""
     with stock_server(
         settings_of({"policy": "exact"}),
-        model_dir=Path(model_dir()),
+        model_dir=Path(model_dir()) if model is None else model,
         device=DEVICE,
         dtype=DTYPE,
         stop=threading.Event(),
-        more_args=_DENSE_ARGS if DEVICE == "cuda" else (),
+        more_args=(*_DENSE_ARGS, *more_args) if DEVICE == "cuda" else more_args,
     ) as found:
         yield Server(found.url, os.getpid(), Path(os.devnull))
 

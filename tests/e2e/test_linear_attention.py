@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import transformers
 from exactness import compare, run
 from rank_servers import Server, model_dir, ours, stock
+from tiny_models import write_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -81,14 +81,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
                 parameter.normal_(0.0, 0.05 if "embed" in key else 0.1)
     folder = tmp_path / "model"
     network.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(model_dir()) / file, folder / file)
-    if hasattr(network.config, "vision_config"):  # stock SGLang asks for what prepares images
-        transformers.Qwen3VLProcessor(
-            image_processor=transformers.Qwen2VLImageProcessor(),
-            tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
-            video_processor=transformers.Qwen3VLVideoProcessor(),
-        ).save_pretrained(folder)
+    write_tokenizer(folder, Path(model_dir()))
     monkeypatch.setenv("TANDEMKV_TEST_MODEL", str(folder))
     paths = (HERE / "stand_ins", HERE.parent / "unit/inference_rank", os.environ.get("PYTHONPATH"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(path) for path in paths if path))

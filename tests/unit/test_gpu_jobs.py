@@ -104,3 +104,5 @@ def test_what_a_job_comes_after_stands_before_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a: comes after b"):
         read_jobs(table)
     assert with_needed(JOBS, ["http-ours"]) == ["random-weights", "calibrated", "http-ours"]
+    wanted = ["kernels", "random-weights", "http-stock", "samples"]
+    assert with_needed(JOBS, ["kernels", "http-stock", "samples"]) == wanted

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -206,6 +207,26 @@ MODELS = {
 }  # fmt: skip
 
 
+FOR_GPUS: dict[str, Any] = {
+    "vocab_size": 49152, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64,
+    "max_position_embeddings": 8192, "num_experts": 4, "n_routed_experts": 4,
+    "num_local_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 4, "moe_k": 4,
+    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "out_hidden_size": 256,
+    "original_max_position_embeddings": 2048, "mrope_section": [4, 2, 2], "rotary_dim": 32,
+}  # fmt: skip
+"""What is larger for the kernels of a GPU, wherever it is. Each token goes to all experts: rounding
+would have it go to others, and the text would be another one."""
+
+
+def _on_gpus(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` with values of `FOR_GPUS`, at any depth."""
+    return {
+        key: _on_gpus(value) if isinstance(value, dict) else FOR_GPUS.get(key, value)
+        for key, value in fields.items()
+    }
+
+
 def prompts() -> list[np.ndarray]:
     """Return the same tokens each time."""
     draw = np.random.default_rng(3)
@@ -218,18 +239,23 @@ def _class_of(model: TinyModel) -> Any:
     return getattr(transformers, f"{model.kind.removesuffix('Text')}For{purpose}")
 
 
-def _config_of(model: TinyModel) -> Any:
+def _config_of(model: TinyModel, *, for_gpus: bool) -> Any:
     fields = {**_SHAPE, **model.changes}
     decoder = ARCHITECTURES[model.architecture].decoder_config
     parts = {decoder: fields, "vision_config": _VISION, "tie_word_embeddings": False}
-    return getattr(transformers, f"{model.kind}Config")(**(parts if decoder else fields))
+    given = parts if decoder else fields
+    return getattr(transformers, f"{model.kind}Config")(**(_on_gpus(given) if for_gpus else given))
 
 
-def write_model(name: str, folder: Path) -> None:
-    """Write ``config.json`` and weights of a model, always the same."""
+def write_model(name: str, folder: Path, *, for_gpus: bool = False) -> None:
+    """Write ``config.json`` and weights of a model, always the same; float32.
+
+    With `for_gpus` it is of sizes that kernels of GPUs take.
+    """
     chosen = MODELS[name]
     torch.manual_seed(0)
-    model = _class_of(chosen)(_config_of(chosen))
+    model = _class_of(chosen)(_config_of(chosen, for_gpus=for_gpus))
+    scale = 0.1 if for_gpus else 0.2
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key and parameter.dim() == 1:
@@ -240,12 +266,25 @@ def write_model(name: str, folder: Path) -> None:
             elif key.endswith("A_log"):  # some states last for hundreds of tokens
                 parameter.uniform_(-5.0, 0.0)
             else:
-                parameter.normal_(0.0, 0.2)
+                parameter.normal_(0.0, scale)
     model.save_pretrained(folder, save_original_format=not chosen.stacks_experts)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"architectures": [chosen.architecture]}
-    config.get(ARCHITECTURES[chosen.architecture].decoder_config, config).update(chosen.written)
+    written = _on_gpus(chosen.written) if for_gpus else chosen.written
+    config.get(ARCHITECTURES[chosen.architecture].decoder_config, config).update(written)
     path.write_text(json.dumps(config))
+
+
+def write_tokenizer(folder: Path, source: Path) -> None:
+    """Copy the tokenizer of `source`, and write what prepares images, which SGLang asks for."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / file, folder / file)
+    if "vision_config" in json.loads((folder / "config.json").read_text()):
+        transformers.Qwen3VLProcessor(
+            image_processor=transformers.Qwen2VLImageProcessor(),
+            tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+            video_processor=transformers.Qwen3VLVideoProcessor(),
+        ).save_pretrained(folder)
 
 
 QUERY_TOLERANCE = 5e-6
