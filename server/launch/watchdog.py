@@ -24,16 +24,22 @@ from pathlib import Path
 
 _SHARED_MEMORY = "/dev/shm/"
 _DELETED = " (deleted)"
+_LIBRARIES = (
+    "cuda.shm.", "multi_tokenizer_args_", "nccl-", "psm_", "sem.", "sgl_shm_", "sglang_", "tandemkv-",
+    "torch_",
+)  # fmt: skip
+"""How names begin that CUDA, SGLang, NCCL, Python, torch and we give to segments."""
 _END_S = 5.0
 _FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.5, 4.0
 """Between looks at shared memory; one takes some milliseconds."""
 
 
 def shared_memory_of(groups: Iterable[int]) -> set[str]:
-    """Return the files of ``/dev/shm`` that processes of these process groups have mapped.
+    """Return the segments in ``/dev/shm`` that processes of these process groups have mapped.
 
-    Segments that libraries name themselves (NCCL, ``multiprocessing``) have no other trace of
-    whose they are, and outlive processes that are killed.
+    Those that libraries name themselves (NCCL, ``multiprocessing``) have no other trace of whose
+    they are, and outlive processes that are killed. Files of a user are none of them: people keep
+    checkpoints there, which SGLang maps while it loads them.
     """
     wanted = set(groups)
     found: set[str] = set()
@@ -42,7 +48,11 @@ def shared_memory_of(groups: Iterable[int]) -> set[str]:
             if os.getpgid(int(process.name)) in wanted:
                 maps = (process / "maps").read_text(encoding="utf-8", errors="replace")
                 found |= {line.partition(_SHARED_MEMORY)[2] for line in maps.splitlines()}
-    return {_SHARED_MEMORY + name for name in found if name and not name.endswith(_DELETED)}
+    return {
+        _SHARED_MEMORY + name
+        for name in found
+        if name.startswith(_LIBRARIES) and "/" not in name and not name.endswith(_DELETED)
+    }
 
 
 def remove_segments(paths: Iterable[str]) -> None:

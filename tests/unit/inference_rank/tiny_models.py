@@ -250,7 +250,7 @@ def _config_of(model: TinyModel, *, for_gpus: bool) -> Any:
 def write_model(name: str, folder: Path, *, for_gpus: bool = False) -> None:
     """Write ``config.json`` and weights of a model, always the same; float32.
 
-    With `for_gpus` it is of sizes that kernels of GPUs take.
+    With `for_gpus` it is bfloat16, of sizes that kernels of GPUs take.
     """
     chosen = MODELS[name]
     torch.manual_seed(0)
@@ -267,6 +267,8 @@ def write_model(name: str, folder: Path, *, for_gpus: bool = False) -> None:
                 parameter.uniform_(-5.0, 0.0)
             else:
                 parameter.normal_(0.0, scale)
+    if for_gpus:
+        model.to(torch.bfloat16)
     model.save_pretrained(folder, save_original_format=not chosen.stacks_experts)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"architectures": [chosen.architecture]}
@@ -277,7 +279,7 @@ def write_model(name: str, folder: Path, *, for_gpus: bool = False) -> None:
 
 def write_tokenizer(folder: Path, source: Path) -> None:
     """Copy the tokenizer of `source`, and write what prepares images, which SGLang asks for."""
-    for file in ("tokenizer.json", "tokenizer_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(source / file, folder / file)
     if "vision_config" in json.loads((folder / "config.json").read_text()):
         transformers.Qwen3VLProcessor(

@@ -34,6 +34,10 @@ if mode == "shared":
     handle, segment = tempfile.mkstemp(dir="/dev/shm", prefix="psm_")
     os.write(handle, bytes(4096))
     mapped = mmap.mmap(handle, 4096)
+    checkpoint = []
+    for path in (directory.parent / "user_files").read_text().splitlines():
+        with Path(path).open("rb") as file:
+            checkpoint.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     (directory / f"{name}.segment").write_text(segment)
 if mode == "draining":
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -308,8 +309,27 @@ def test_a_second_signal_ends_it_at_once(launch: Callable[..., Launched], tmp_pa
     assert_all_gone(launched.pids())
 
 
-def test_shared_memory_of_killed_ranks_is_removed(launch: Callable[..., Launched]) -> None:
-    """A rank maps a segment with a name of its library's choice, and cannot remove it."""
+@pytest.fixture
+def user_files(tmp_path: Path) -> Iterator[list[Path]]:
+    """Files that a user keeps in ``/dev/shm``, which the fake rank maps as well."""
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="psm_") as folder,
+        tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="model-", suffix=".gguf") as model,
+    ):
+        files = [Path(folder) / "model-00001.safetensors", Path(model.name)]
+        for file in files:
+            file.write_bytes(bytes(4096))
+        (tmp_path / "user_files").write_text("\n".join(map(str, files)))
+        yield files
+
+
+def test_shared_memory_of_killed_ranks_is_removed(
+    launch: Callable[..., Launched], user_files: list[Path]
+) -> None:
+    """A rank maps a segment with a name of its library's choice, and cannot remove it.
+
+    It maps the checkpoint, too, which stays.
+    """
     for end in (signal.SIGTERM, signal.SIGKILL):
         launched = launch("shared", "serve", "20", end.name)
         launched.wait_for("READY")
@@ -319,6 +339,7 @@ def test_shared_memory_of_killed_ranks_is_removed(launch: Callable[..., Launched
         launched.process.send_signal(end)
         launched.wait()
         eventually(lambda path=segment: not path.exists(), lambda path=segment: f"{path} is left")
+        assert all(file.exists() for file in user_files)
 
 
 def test_a_lost_cache_rank_of_two_is_started_again_alone(
