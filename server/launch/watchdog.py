@@ -25,8 +25,8 @@ from pathlib import Path
 _SHARED_MEMORY = "/dev/shm/"
 _DELETED = " (deleted)"
 _LIBRARIES = (
-    "cuda.shm.", "multi_tokenizer_args_", "nccl-", "psm_", "sem.", "sgl_shm_", "sglang_", "tandemkv-",
-    "torch_",
+    "cuda.shm.", "multi_tokenizer_args_", "nccl-", "psm_", "sem.", "sgl_shm_", "sglang_",
+    "tandemkv-", "torch_",
 )  # fmt: skip
 """How names begin that CUDA, SGLang, NCCL, Python, torch and we give to segments."""
 _END_S = 5.0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 Method = Literal["kascade", "sync_kv", "look_ahead"]
 METHODS = get_args(Method)
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("auto", "float32", "bfloat16")
 _DEVICES = ("auto", "cpu", "cuda")
 _SHORT_TEXTS, _SHORT_TOKENS = 32, 1000
 # Rotation turns some channels so slowly that short texts tell nothing of them (decision record 35).
@@ -94,7 +95,13 @@ class Request:
     distance: Annotated[
         int, option("look_ahead: layers from the residual stream to the query.", min=1, max=8)
     ] = 1
-    dtype: Annotated[str, option("Type to compute in.", metavar="|".join(_DTYPES))] = "float32"
+    dtype: Annotated[
+        str,
+        option(
+            "Type to compute in. auto: bfloat16 on a GPU, else float32.",
+            metavar="|".join(_DTYPES),
+        ),
+    ] = "auto"
     device: Annotated[
         str,
         option("Where the model runs. auto: a GPU if there is one.", metavar="|".join(_DEVICES)),
@@ -152,13 +159,14 @@ def calibrate(request: Request) -> None:
     with console.status(f"looking for {request.model} ...") as shown:
         model_dir = resolve_model(request.model, shown.update)
     with on_device(request.device) as device:
+        request = replace(request, dtype=computed_in(request.dtype, device))
         try:
             for path, summary in _calibrate(model_dir, request, console):
                 console.print(f"[green]ok[/]  {path}: {summary}", soft_wrap=True)
         except _out_of_memory() as error:
             raise CalibrationError(
-                f"device={device}: not enough memory; use --dtype bfloat16, shorter --tokens, or "
-                "--device cpu"
+                f"device={device}: not enough memory for dtype={request.dtype}; use --dtype "
+                "bfloat16, shorter --tokens, or --device cpu"
             ) from error
 
 
@@ -200,6 +208,7 @@ def calibrate_for_serve(
         of_policy = replace(request, policy=CALIBRATED_POLICY, out=part)
         summary = fit_queries(model_dir, of_policy, part, console)
         yield part.replace(queries), summary
+        gc.collect()  # its model: hooks refer to who reads them
         count = kept_channels(spec.head_dim)
         if count is not None:
             of_index = replace(request, index_channels=count, out=part)
@@ -207,6 +216,16 @@ def calibrate_for_serve(
             yield part.replace(channels), summary
     finally:
         part.unlink(missing_ok=True)
+
+
+def computed_in(dtype: str, device: torch.device) -> str:
+    """Return `dtype`, or what ``auto`` means on `device`.
+
+    Attention of long texts in float32 takes the memory of all scores on a GPU.
+    """
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device.type == "cuda" else "float32"
 
 
 def on_device(device: str) -> torch.device:

@@ -24,7 +24,7 @@ from tandemkv.server.evaluation.calibrate.attention import (
     max_of_group,
     mean_of_group,
 )
-from tandemkv.server.evaluation.calibrate.command import Request, measure
+from tandemkv.server.evaluation.calibrate.command import Request, computed_in, measure
 from tandemkv.server.evaluation.calibrate.kascade import (
     KascadeMeasurement,
     choose_anchors,
@@ -160,6 +160,14 @@ def test_the_built_in_text_is_long_and_its_licence_is_named() -> None:
     assert len(texts.tokens) == 1
     assert "PSF-2.0" in texts.sources[0]
     assert cut_texts([], Letters(), num_texts=1, num_tokens=300_000) == texts
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "want"),
+    [("auto", "cuda", "bfloat16"), ("auto", "cpu", "float32"), ("float32", "cuda", "float32")],
+)
+def test_a_gpu_computes_in_half_the_memory(given: str, device: str, want: str) -> None:
+    assert computed_in(given, torch.device(device)) == want
 
 
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
