@@ -307,10 +307,14 @@ def _behind_tokens(
 
 
 def full_backend(runner: Any) -> Any:
-    """SGLang's own attention backend for the device, one that takes sinks if the model has them."""
+    """SGLang's own attention backend for the device, one for sinks and windows where they are.
+
+    FlashInfer's takes no sinks, and with windows it is wrong in SGLang 0.5.17: prompts without a
+    prefix have none, and behind a prefix full layers count new tokens twice.
+    """
     if torch.device(runner.device).type == "cpu":
         return NativeAttention(runner)
-    if architecture_of(runner.model).has_sinks:
+    if architecture_of(runner.model).has_sinks or runner.sliding_window_size is not None:
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
         return TritonAttnBackend(runner)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,28 +16,24 @@ from tandemkv.cache_rank.protocol.engine import check_dense
 from tandemkv.cache_rank.protocol.engine_program import check_other_layers
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE, is_on_one_device
-from tandemkv.cache_rank.protocol.models.architectures import find_architecture
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.server.checks.shared_gpus import are_peers
 from tandemkv.server.models.calibrated import with_calibration
 from tandemkv.server.settings.launch_settings import ServeSettings
-from tandemkv.server.settings.sglang_args import value_of
 
 from .choose import break_even_batch_tokens, break_even_tokens, check_fits, choose_placement
 from .constants import Constants, constants_here
 from .cost import H200
 from .devices import placed_alone
-from .footprint import num_states
 from .pages import on_device
 from .placement import Placement as GpuPlacement
 from .placement import PlacementKind, possible_placements
 from .shape import ModelShape, shape_of_model
+from .states import with_states
 from .workload import Workload
 
-_STATE_STRATEGIES = ("--mamba-radix-cache-strategy", "--mamba-scheduler-strategy")
-"""SGLang's flag, and its earlier name."""
 _OF_ALL_NODES = (
     "all nodes decide the same, so no profile of a machine is used; what the network adds to each "
     "step is not predicted, and is the same with and without selection"
@@ -98,7 +94,7 @@ def resolve_placement(
             "the first layer is selected for a step ahead, for nothing hides its selection: "
             "--late-layers 0 turns that off"
         )
-    settings = _with_states(settings, spec, device)
+    settings = with_states(settings, spec, device)
     if device == "cuda":
         _check_gpus(settings, spec, model_dir, placement)
     found = _with_dense_tokens(settings, spec, model_dir, progress, device=device)
@@ -156,47 +152,6 @@ def check_runs_on(settings: ServeSettings, device: str) -> None:
             f"GPU; tensor_parallel={settings.tensor_parallel} and "
             f"cache_ranks={settings.cache_ranks} are not available; use --tp 1 --cache-ranks 1"
         )
-
-
-def _with_states(settings: ServeSettings, spec: ModelSpec, device: str) -> ServeSettings:
-    """Say how many recurrent states SGLang keeps, if the model has some.
-
-    Left alone it gives them nearly half of the memory that is free, where the key index is to be.
-    Without a radix cache it keeps one for each request. On a GPU it has more for the radix tree,
-    which go with its schedule and with pages; some architectures it must be told to do so for.
-    """
-    given, flag = settings.sglang_args, "--max-mamba-cache-size"
-    if not spec.linear_layers or "--disable-radix-cache" in given:
-        return settings
-    more: tuple[str, ...] = ()
-    if not value_of(given, flag):
-        count = num_states(settings.max_running_requests, device) - 1  # SGLang adds the padding
-        more = (flag, str(count))
-    if device != "cpu" and find_architecture(spec.architecture).names_strategy:
-        more = (*more, *_state_strategy(given, spec.architecture))
-    return settings.model_copy(update={"sglang_args": (*given, *more)}) if more else settings
-
-
-def _state_strategy(given: Sequence[str], architecture: str) -> tuple[str, ...]:
-    """Return the flags that are to be passed beside those `given`.
-
-    What goes together SGLang checks for the architectures of its list. Raises `SettingsError` if
-    what is given does not.
-    """
-    flag, triton = _STATE_STRATEGIES[0], "triton"
-    named = next(filter(None, (value_of(given, name) for name in _STATE_STRATEGIES)), None)
-    if named in ("auto", "no_buffer") and "--disable-overlap-schedule" not in given:
-        raise SettingsError(
-            f"SGLang argument {flag} {named}: {architecture} would be scheduled with overlap, and "
-            "that takes extra states; leave it out, or pass --disable-overlap-schedule as well"
-        )
-    backend = value_of(given, "--linear-attn-backend") or triton
-    if named not in ("auto", "no_buffer") and backend != triton:
-        raise SettingsError(
-            f"SGLang argument --linear-attn-backend {backend}: extra states of {architecture} are "
-            f"kept by {triton} alone; pass {flag} no_buffer --disable-overlap-schedule as well"
-        )
-    return () if named else (flag, "extra_buffer")
 
 
 def check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:

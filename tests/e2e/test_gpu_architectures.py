@@ -42,6 +42,10 @@ pytestmark = [
 AT_ONCE = 6 if DEVICE == "cuda" else 1
 """Most of a model's time its servers start, on the host."""
 _WRITING = threading.Lock()
+_TRITON = ("gemma3", "gpt-oss", "olmo2")
+"""SGLang's FlashInfer takes no sinks, refuses OLMo 2, and is wrong with sliding windows."""
+_ENOUGH = COUNT * NEW_TOKENS // 5
+"""Texts of random models part at a tie, and soon if layers are linear attention."""
 _ON_CPUS = ("llama", "qwen3-moe", "gemma3")
 NAMES = tuple(MODELS) if DEVICE == "cuda" else _ON_CPUS
 
@@ -65,7 +69,7 @@ def _more_args(name: str) -> tuple[list[str], list[str]]:
     entry = ARCHITECTURES[architecture]
     if architecture == "Glm4MoeForCausalLM":  # it would choose one expert more than there are
         return ["--disable-shared-experts-fusion"], []
-    if entry.has_sinks or architecture == "Olmo2ForCausalLM":  # which take no FlashInfer
+    if name in _TRITON:
         return [], ["--attention-backend", "triton"]
     if "linear_key_head_dim" in MODELS[name].changes:  # else states take half of the GPU's memory
         strategy = ["--mamba-radix-cache-strategy", "extra_buffer"] if entry.names_strategy else []
@@ -112,7 +116,8 @@ def test_tokens_are_those_of_stock(name: str, answers: dict[str, Future[Answers]
     floor = agreement(found.stock_again, found.stock)
     margins = floor["margins_where_first_different"].values()
     margin = max(MARGIN, *margins) if margins else MARGIN
-    check(floor, f"stock {name}, four at a time", margin)
-    check(agreement(found.ours, found.stock), name, margin)
-    check(agreement(found.ours_again, found.stock), f"{name}, four at a time", margin)
+    check(floor, f"stock {name}, four at a time", margin, _ENOUGH)
+    check(agreement(found.ours, found.stock), name, margin, _ENOUGH)
+    again = agreement(found.ours_again, found.stock)
+    check(again, f"{name}, four at a time", margin, _ENOUGH)
     assert found.values["sparse_rows_total"] >= 2 * COUNT * (NEW_TOKENS - 1)

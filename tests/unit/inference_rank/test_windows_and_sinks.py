@@ -24,6 +24,7 @@ from tandemkv.inference_rank.links.query_projection import QueryPlace
 from tandemkv.inference_rank.sglang import hooks
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.inference_rank.sglang.pool import layers_of_pool, make_local_pool_class
+from tandemkv.inference_rank.start import local
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 
@@ -126,6 +127,23 @@ def test_layers_of_linear_attention_have_no_slots() -> None:
         assert {layer.shape[1:] for layer in stored} == {(KV_HEADS, WIDTH)}
     plain = layers_of_pool(own, 2)
     assert [x.data_ptr() for x in plain[0]] == [x.data_ptr() for x in own.k_buffer]
+
+
+@pytest.mark.parametrize(
+    ("sinks", "window", "module"),
+    [(False, None, "flashinfer"), (True, None, "triton"), (False, 511, "triton")],
+)
+def test_a_gpu_has_a_backend_for_what_the_model_has(
+    sinks: bool, window: int | None, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, kind in (("flashinfer", "FlashInferAttnBackend"), ("triton", "TritonAttnBackend")):
+        path = f"sglang.srt.layers.attention.{name}_backend"
+        backend = types.SimpleNamespace(**{kind: lambda *_, name=name, **__: name})
+        monkeypatch.setitem(sys.modules, path, backend)  # which import what needs a GPU
+    model = types.SimpleNamespace(has_sinks=sinks)
+    monkeypatch.setattr(local, "architecture_of", lambda _: model)
+    runner = types.SimpleNamespace(device="cuda:0", sliding_window_size=window, model=None)
+    assert local.full_backend(runner) == module
 
 
 class Args:
