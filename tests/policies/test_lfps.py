@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LFPS: each equation by hand, and whole runs against the printed equations in float64."""
 
+import os
 import sys
 
 import numpy as np
@@ -11,6 +12,7 @@ from lfps_reference import threshold
 from numerics_draw import measure
 from numerics_operations import OPERATIONS
 
+from tandemkv.cache_rank.policies import lfps
 from tandemkv.cache_rank.policies.attending import AttendInput
 from tandemkv.cache_rank.policies.base import PolicyError, StoredKV
 from tandemkv.cache_rank.policies.registry import resolve_selection
@@ -279,9 +281,22 @@ def test_other_dtypes_are_refused():
         bench.step(60)
 
 
-def test_threads_requests_and_slots_change_nothing():
+@pytest.mark.parametrize(
+    ("cores", "given", "want"), [(64, "", 8), (6, "", 3), (1, "", 1), (64, "2", 2)]
+)
+def test_threads_leave_cores_to_others(cores, given, want, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(given))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert lfps.policy_threads() == want
+
+
+def test_threads_requests_and_slots_change_nothing(monkeypatch):
     bench, threaded = Bench(heads=4), Bench(heads=4)
-    threaded.policy._num_threads = 3
+    monkeypatch.setattr(lfps, "_WORTH_THREADS", 4)
+    bench.policy._num_threads, threaded.policy._num_threads = 1, 3
     for each in (bench, threaded):
         each.start(200)
     for position in range(200, 230):

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+import torch
 from tiny_model import write_model
 
 from tandemkv.cache_rank import process
@@ -114,6 +115,22 @@ def test_refusals(arguments, monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(SettingsError, match="many"):
         run_cache_rank(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_beside_gpu", "want"),
+    [(None, True, [1]), (None, False, []), ("3", True, [3]), ("4,2", False, [4])],
+)
+def test_torch_has_one_thread_beside_a_gpu(
+    text: str | None, is_beside_gpu: bool, want: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if text is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+    process._set_threads(is_beside_gpu=is_beside_gpu)
+    assert seen == want
 
 
 def test_importing_the_process_touches_neither_transformers_nor_sglang():
