@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ from tandemkv.cache_rank.protocol.models.weight_formats import UNREADABLE
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-RAN_ON_GPU = {
+GPU_REPORT = json.loads((ROOT / "docs/acceptance/architectures_gpu.json").read_text("utf-8"))
+RAN_ON_GPU = {row["architecture"]: "H200, random weights" for row in GPU_REPORT["rows"]} | {
     "LlamaForCausalLM": "H200, SmolLM2",
     "Qwen3ForCausalLM": "H200, H100: dummy weights of the 8B shape, in FP8 as well",
     "Qwen3MoeForCausalLM": "H200, dummy weights of the 30B-A3B shape",
 }
-"""What reports under ``docs`` show: quality/smollm2-4k-h200, and decode.json, decode_fp8.json and
-decode_moe.json of benchmarks."""
+"""What reports under ``docs`` show: this one, quality/smollm2-4k-h200, and decode.json,
+decode_fp8.json and decode_moe.json of benchmarks."""
 STAND_INS = {
     "Qwen2MoeForCausalLM": "1",
     "MiniMaxM2ForCausalLM": "2",
