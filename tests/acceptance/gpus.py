@@ -105,7 +105,7 @@ class Machine:
             "MODELS": str(self._models),
             "PYTHON": sys.executable,
         }
-        script = f"set -euo pipefail\n{job.run}"
+        script = _PRELUDE + job.run
         if job.mps:
             # Short: a socket's path has at most 107 characters.
             env["CUDA_MPS_PIPE_DIRECTORY"] = f"/tmp/mps-{os.getpid()}-{name}"
@@ -165,6 +165,18 @@ def _group_lives(leader: subprocess.Popen[bytes]) -> bool:
     return True
 
 
+_PRELUDE = """
+set -euo pipefail
+await_servers() {  # ports: returns once all answer; fails once a job of this shell has ended
+    local port count=$(jobs -p | wc -l)
+    for port; do
+        until curl -sf -o /dev/null "http://127.0.0.1:$port/health"; do
+            sleep 1
+            [ "$(jobs -pr | wc -l)" = "$count" ] || { echo "a server has ended"; return 1; }
+        done
+    done
+}
+"""
 _WITH_MPS = """
 mkdir -p "$CUDA_MPS_PIPE_DIRECTORY"
 PATH="$PATH:/usr/local/nvidia/bin"

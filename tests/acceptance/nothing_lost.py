@@ -340,7 +340,7 @@ def campaign(
         want = undisturbed(server, prompts, new_tokens)
         is_stable = undisturbed(server, prompts, new_tokens) == want
         reported = cache_ranks(server)[0]["values"].items()
-        announcements = {key: value for key, value in reported if key in ANNOUNCED_US}
+        announcements = {k: v for k, v in reported if k.startswith("announcement_")}
         rows = []
         for _ in range(repetitions):
             if standby:

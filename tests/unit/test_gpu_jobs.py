@@ -98,6 +98,12 @@ def test_a_job_that_is_too_large_or_takes_too_long_fails(tmp_path: Path) -> None
     assert not Path(f"/proc/{(tmp_path / 'slow' / 'pid').read_text().strip()}").exists()
 
 
+def test_a_server_that_ends_ends_the_wait_for_it(tmp_path: Path) -> None:
+    jobs = {"http": Job(run="sleep 60 &\nsleep 0.1 &\nawait_servers 1\n", gpus=0, limit_s=30)}
+    assert started(jobs, tmp_path, []) == ["http"]
+    assert (tmp_path / "http" / "log.txt").read_text() == "a server has ended\n"
+
+
 def test_what_a_job_comes_after_stands_before_it(tmp_path: Path) -> None:
     table = tmp_path / "jobs.yaml"
     table.write_text("a: {run: 'true', after: [b]}\nb: {run: 'true'}\n")
