@@ -87,6 +87,8 @@ class StepEntry:
     """The requests, in the order of the batch."""
     announced_ns: int = field(default=0, compare=False)
     """When it was written, by the host's monotonic clock; 0 before that."""
+    seen_ns: int = field(default=0, compare=False)
+    """When the reader found it there; 0 where it was not read."""
 
     def words(self) -> list[int]:
         """Return the announcement as numbers, written now."""
@@ -97,7 +99,7 @@ class StepEntry:
         return words
 
     @classmethod
-    def of(cls, words: Sequence[int]) -> Self:
+    def of(cls, words: Sequence[int], *, seen_ns: int = 0) -> Self:
         """Return the announcement that `words` begin with; `ProtocolError` if there is none."""
         if len(words) < _HEADER:
             raise ProtocolError(f"an announcement of {len(words)} numbers")
@@ -116,6 +118,7 @@ class StepEntry:
             num_cold=num_cold,
             rows=tuple(map(StepRow._make, zip(*columns, strict=True))),
             announced_ns=announced_ns,
+            seen_ns=seen_ns,
         )
 
 
@@ -181,9 +184,10 @@ class StepRing:
             ANNOUNCED, number, timeout_s=timeout_s, is_over=is_over, awake_until=awake_until
         ):
             return None
+        seen_ns = time.monotonic_ns()
         words = self._words[number % NUM_ENTRIES]
         end = _HEADER + ROW_WORDS * max(0, int(words[_COUNT]))
-        entry = StepEntry.of(words[:end].tolist())
+        entry = StepEntry.of(words[:end].tolist(), seen_ns=seen_ns)
         self._num = number
         reach("ring.read")
         self._flags.raise_to(CONSUMED, number)

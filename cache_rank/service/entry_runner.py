@@ -30,19 +30,20 @@ class AnnouncementDelays:
 
     Noted by one thread, read by any. Both processes read the host's monotonic clock, so their times
     can be subtracted. On a GPU a step begins when its graph is launched, on a CPU when its own work
-    starts. When the announcement was read, and when the launch had returned, which takes long for
-    a graph of many kernels, tells where the time goes.
+    starts. When the announcement was seen, when all of it had been read, and when the launch had
+    returned, which takes long for a graph of many kernels, tell where the time goes.
     """
 
     def __init__(self) -> None:
-        self._delays_ns: deque[tuple[int, int, int]] = deque(maxlen=_KEPT_DELAYS)
+        self._delays_ns: deque[tuple[int, int, int, int]] = deque(maxlen=_KEPT_DELAYS)
 
     def note(self, entry: StepEntry, *, read_ns: int, begun_ns: int) -> None:
         """Note that all of `entry` is queued now; it was read and begun at these times."""
         start = entry.announced_ns
         if start:
             now = time.monotonic_ns()
-            self._delays_ns.append((read_ns - start, begun_ns - start, now - start))
+            seen = entry.seen_ns - start
+            self._delays_ns.append((seen, read_ns - start, begun_ns - start, now - start))
 
     def values(self) -> dict[str, float]:
         """Return medians and a 99th percentile in us by name; nothing before the first step."""
@@ -50,8 +51,9 @@ class AnnouncementDelays:
         if not found:
             return {}
         last = len(found) - 1
-        read, begun, queued = (sorted(column) for column in zip(*found, strict=True))
+        seen, read, begun, queued = (sorted(column) for column in zip(*found, strict=True))
         return {
+            "announcement_seen_p50_us": seen[last // 2] / 1000,
             "announcement_read_p50_us": read[last // 2] / 1000,
             "announcement_p50_us": begun[last // 2] / 1000,
             "announcement_p99_us": begun[last * 99 // 100] / 1000,

@@ -318,7 +318,8 @@ def _told(session: SharedSession) -> str:
         return ""
     return (
         f"; decode steps began {found['announcement_p50_us']:.0f} us after their announcement "
-        f"(median; {found['announcement_p99_us']:.0f} us in 99 of 100; read after "
+        f"(median; {found['announcement_p99_us']:.0f} us in 99 of 100; seen after "
+        f"{found['announcement_seen_p50_us']:.0f} us, read after "
         f"{found['announcement_read_p50_us']:.0f} us, queued after "
         f"{found['announcement_queued_p50_us']:.0f} us)"
     )

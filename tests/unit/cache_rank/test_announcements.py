@@ -12,9 +12,10 @@ from tandemkv.cache_rank.service.entry_runner import AnnouncementDelays
 
 
 def note(delays: AnnouncementDelays, seconds: float) -> None:
-    """Note a step that was announced so long ago, read half-way and begun after three quarters."""
+    """Note a step of so long ago, seen after a quarter, read after two, begun after three."""
     now, delay = time.monotonic_ns(), int(seconds * 1e9)
-    entry = StepEntry(kind=EntryKind.DECODE, step=1, announced_ns=now - delay)
+    announced, seen = now - delay, now - delay * 3 // 4
+    entry = StepEntry(kind=EntryKind.DECODE, step=1, announced_ns=announced, seen_ns=seen)
     delays.note(entry, read_ns=now - delay // 2, begun_ns=now - delay // 4)
 
 
@@ -36,6 +37,7 @@ def test_what_comes_before_the_beginning_and_behind_it_is_told_too() -> None:
     for seconds in (1.0, 2.0, 4.0):
         note(delays, seconds)
     found = delays.values()
+    assert found["announcement_seen_p50_us"] == pytest.approx(5e5, rel=0.01)
     assert found["announcement_read_p50_us"] == pytest.approx(1e6, rel=0.01)
     assert found["announcement_queued_p50_us"] == pytest.approx(2e6, rel=0.01)
 
