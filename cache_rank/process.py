@@ -214,15 +214,16 @@ def _stopping_on_signals(
 
 
 def _set_threads(*, is_beside_gpu: bool) -> None:
+    if is_beside_gpu:
+        # Torch's threads spin while they wait for each other, several times a layer, on cores that
+        # others want. The policy has threads of its own.
+        torch.set_num_threads(1)
     text = os.environ.get(_THREADS_VARIABLE)
     if text is None:
-        if is_beside_gpu:
-            # Torch's threads spin while they wait for each other: with 64, on cores that others
-            # use too, a step of 30 layers took half a second. The policy has threads of its own.
-            torch.set_num_threads(1)
         return
     # The OpenMP form "4,2" is a list by nesting level.
     first = text.split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
         raise SettingsError(f"{_THREADS_VARIABLE}={text!r} must be a positive number")
-    torch.set_num_threads(int(first))
+    if not is_beside_gpu:
+        torch.set_num_threads(int(first))

@@ -310,7 +310,7 @@ def full_backend(runner: Any) -> Any:
     """SGLang's own attention backend for the device, one for sinks and windows where they are.
 
     FlashInfer's takes no sinks, and with windows it is wrong in SGLang 0.5.17: prompts without a
-    prefix have none, and behind a prefix full layers count new tokens twice.
+    prefix have none, and behind a prefix full layers read new tokens before these are written.
     """
     if torch.device(runner.device).type == "cpu":
         return NativeAttention(runner)

@@ -20,6 +20,7 @@ from tandemkv.inference_rank.edge.settings import EDGE_VARIABLE
 from tandemkv.inference_rank.sglang.drain import DRAIN_TIMEOUT_VARIABLE
 from tandemkv.server.plan.pages import PAGE_TOKENS, page_tokens
 from tandemkv.server.settings.launch_settings import ServeSettings
+from tandemkv.server.settings.sglang_args import value_of
 from tandemkv.server.settings.sources import ENVIRONMENT_PREFIX
 
 from .nodes import INTERFACE_VARIABLE, LOOPBACK, interface_to_nodes
@@ -59,6 +60,7 @@ def sglang_argv(
     page_size = 1
     if device != "cpu" and not selection.declared.attends:  # which scans no pages
         page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
+        page_size = int(value_of(settings.sglang_args, "--page-size") or page_size)
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
         "--model-path", str(model_dir),

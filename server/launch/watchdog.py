@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import select
 import shutil
 import signal
@@ -24,11 +25,11 @@ from pathlib import Path
 
 _SHARED_MEMORY = "/dev/shm/"
 _DELETED = " (deleted)"
-_LIBRARIES = (
-    "cuda.shm.", "multi_tokenizer_args_", "nccl-", "psm_", "sem.", "sgl_shm_", "sglang_",
-    "tandemkv-", "torch_",
-)  # fmt: skip
-"""How names begin that CUDA, SGLang, NCCL, Python, torch and we give to segments."""
+_OF_A_LIBRARY = re.compile(
+    r"(cuda\.shm\.|multi_tokenizer_args_|nccl-\w{6}$|psm_\w{8}$|sem\.|sgl_shm_|sglang_loads_"
+    r"|sglang_host_pool_|tandemkv-|torch_\d+_|__KMP_REGISTERED_LIB_)"
+)
+"""Names that CUDA, SGLang, NCCL, Python, torch, OpenMP and we give to segments."""
 _END_S = 5.0
 _FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.5, 4.0
 """Between looks at shared memory; one takes some milliseconds."""
@@ -51,7 +52,7 @@ def shared_memory_of(groups: Iterable[int]) -> set[str]:
     return {
         _SHARED_MEMORY + name
         for name in found
-        if name.startswith(_LIBRARIES) and "/" not in name and not name.endswith(_DELETED)
+        if _OF_A_LIBRARY.match(name) and "/" not in name and not name.endswith(_DELETED)
     }
 
 

@@ -15,9 +15,9 @@ As many recent tokens are needed, for candidates lie in finished pages
 """
 
 
-def page_tokens(index_dtype: str, num_recent_tokens: int) -> int:
-    """Return SGLang's page size for this index."""
-    is_long = index_dtype == "int4" and num_recent_tokens >= LONG_PAGE_TOKENS
+def page_tokens(index_dtype: str, num_recent_tokens: int, *, has_states: bool = False) -> int:
+    """Return SGLang's page size for this index; with recurrent states pages are short."""
+    is_long = index_dtype == "int4" and num_recent_tokens >= LONG_PAGE_TOKENS and not has_states
     return LONG_PAGE_TOKENS if is_long else PAGE_TOKENS
 
 

@@ -34,17 +34,17 @@ def with_states(settings: ServeSettings, spec: ModelSpec, device: str) -> ServeS
         count = num_states(settings.max_running_requests, device) - 1  # SGLang adds the padding
         more = (flag, str(count))
     if device != "cpu":
+        names_strategy = find_architecture(spec.architecture).names_strategy
+        more = (*more, *_strategy(given, spec.architecture, names_it=names_strategy))
         more = (*more, *_pages(given))
-        if find_architecture(spec.architecture).names_strategy:
-            more = (*more, *_strategy(given, spec.architecture))
     return settings.model_copy(update={"sglang_args": (*given, *more)}) if more else settings
 
 
 def _pages(given: Sequence[str]) -> tuple[str, ...]:
-    """Return the flag for pages of a chunk of SGLang's kernels, which hand out a state after each.
+    """Return the flag for pages as long as a chunk of SGLang's Triton kernels.
 
-    With longer pages SGLang keeps the state of another token: it looks for it as if chunks were as
-    long as pages (``_init_track_ssm_indices``).
+    These hand out a state after each chunk. With longer pages SGLang keeps that of another token:
+    it looks for it as if chunks were as long (``_init_track_ssm_indices``).
     """
     flag = "--page-size"
     named = value_of(given, flag)
@@ -56,23 +56,26 @@ def _pages(given: Sequence[str]) -> tuple[str, ...]:
     return () if named else (flag, str(PAGE_TOKENS))
 
 
-def _strategy(given: Sequence[str], architecture: str) -> tuple[str, ...]:
-    """Return the flags that are to be passed beside those `given`.
+def _strategy(given: Sequence[str], architecture: str, *, names_it: bool) -> tuple[str, ...]:
+    """Return the flag for extra states, if SGLang must be told to keep some (`names_it`).
 
-    What goes together SGLang checks for the architectures of its list. Raises `SettingsError` if
-    what is given does not.
+    What goes together SGLang checks for the architectures of its list alone. Raises `SettingsError`
+    if what is given does not.
     """
     flag, triton = _STRATEGIES[0], "triton"
     named = next(filter(None, (value_of(given, name) for name in _STRATEGIES)), None)
-    if named in ("auto", "no_buffer") and "--disable-overlap-schedule" not in given:
+    if named == "no_buffer" or (named == "auto" and names_it):
         raise SettingsError(
-            f"SGLang argument {flag} {named}: {architecture} would be scheduled with overlap, and "
-            "that takes extra states; leave it out, or pass --disable-overlap-schedule as well"
+            f"SGLang argument {flag} {named}: without extra states of {architecture} SGLang wants "
+            f"pages of one token, and the key index has some of {PAGE_TOKENS}; leave it out, or "
+            "pass --disable-radix-cache as well"
         )
+    if not names_it:
+        return ()
     backend = value_of(given, "--linear-attn-backend") or triton
-    if named not in ("auto", "no_buffer") and backend != triton:
+    if backend != triton:
         raise SettingsError(
             f"SGLang argument --linear-attn-backend {backend}: extra states of {architecture} are "
-            f"kept by {triton} alone; pass {flag} no_buffer --disable-overlap-schedule as well"
+            f"kept by {triton} alone; leave it out, or pass --disable-radix-cache as well"
         )
     return () if named else (flag, "extra_buffer")

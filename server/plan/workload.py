@@ -173,5 +173,6 @@ class Workload:
         if self.index_dtype == "int8":
             return channels + 4.0
         # A page of tokens shares scale and zero point, 2 + 2 bytes, per channel.
-        page = page_tokens(self.index_dtype, self.num_recent_tokens)
+        has_states = bool(shape.linear_layers)
+        page = page_tokens(self.index_dtype, self.num_recent_tokens, has_states=has_states)
         return channels / 2 + 4.0 * channels / page

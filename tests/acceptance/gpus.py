@@ -128,10 +128,9 @@ class Machine:
         """Give name, exit code and seconds of each job that has ended, or ran into its limit."""
         for each in list(self.running):
             seconds = time.monotonic() - each.began
-            if each.process.poll() is None:
-                if seconds < jobs[each.name].limit_s:
-                    continue
-                self._end(each)
+            if each.process.poll() is None and seconds < jobs[each.name].limit_s:
+                continue
+            self._end(each)  # what it has left as well
             self.running.remove(each)
             self.free = sorted([*self.free, *each.gpus])
             each.log.close()

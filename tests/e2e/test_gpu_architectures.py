@@ -69,7 +69,7 @@ def _more_args(name: str) -> tuple[list[str], list[str]]:
     entry = ARCHITECTURES[architecture]
     if architecture == "Glm4MoeForCausalLM":  # it would choose one expert more than there are
         return ["--disable-shared-experts-fusion"], []
-    if name in _TRITON:
+    if name in _TRITON and DEVICE == "cuda":
         return [], ["--attention-backend", "triton"]
     if "linear_key_head_dim" in MODELS[name].changes:  # else states take half of the GPU's memory
         strategy = ["--mamba-radix-cache-strategy", "extra_buffer"] if entry.names_strategy else []
@@ -114,9 +114,8 @@ def test_tokens_are_those_of_stock(name: str, answers: dict[str, Future[Answers]
     found = answers[name].result()
     assert len({token for answer in found.stock for token in answer["ids"]}) > 16
     floor = agreement(found.stock_again, found.stock)
-    margins = floor["margins_where_first_different"].values()
-    margin = max(MARGIN, *margins) if margins else MARGIN
-    check(floor, f"stock {name}, four at a time", margin, _ENOUGH)
+    check(floor, f"stock {name}, four at a time", 2 * MARGIN, _ENOUGH)
+    margin = max(MARGIN, *floor["margins_where_first_different"].values(), 0.0)
     check(agreement(found.ours, found.stock), name, margin, _ENOUGH)
     again = agreement(found.ours_again, found.stock)
     check(again, f"{name}, four at a time", margin, _ENOUGH)

@@ -89,7 +89,9 @@ def test_requests_go_on_where_the_cache_rank_was_killed(
     before = covering.values()[0]
     pid = _serving(covering)
     found = killed_while(covering, longest, pid, new_tokens=_LONG_ANSWER)
-    # In bfloat16 the tables' order of tokens rounds otherwise.
+    if DEVICE == "cpu":
+        assert [answer["ids"] for answer in found] == [answer["ids"] for answer in want]
+    # In bfloat16 another order of the tokens rounds otherwise.
     check(agreement(found, want), "lfps, its cache rank killed", tokens=_LONG_ANSWER // 8)
     after = covering.values()[0]
     names = ("cache_rank_lost_total", "pauses_total", "reseeded_rows_total")

@@ -164,9 +164,10 @@ def calibrate(request: Request) -> None:
             for path, summary in _calibrate(model_dir, request, console):
                 console.print(f"[green]ok[/]  {path}: {summary}", soft_wrap=True)
         except _out_of_memory() as error:
+            smaller = "" if request.dtype == "bfloat16" else "--dtype bfloat16, "
             raise CalibrationError(
-                f"device={device}: not enough memory for dtype={request.dtype}; use --dtype "
-                "bfloat16, shorter --tokens, or --device cpu"
+                f"device={device}: not enough memory for dtype={request.dtype}; use {smaller}"
+                "shorter --tokens, or --device cpu"
             ) from error
 
 

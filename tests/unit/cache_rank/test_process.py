@@ -119,7 +119,7 @@ def test_refusals(arguments, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "is_beside_gpu", "want"),
-    [(None, True, [1]), (None, False, []), ("3", True, [3]), ("4,2", False, [4])],
+    [(None, True, [1]), (None, False, []), ("3", True, [1]), ("4,2", False, [4])],
 )
 def test_torch_has_one_thread_beside_a_gpu(
     text: str | None, is_beside_gpu: bool, want: list[int], monkeypatch: pytest.MonkeyPatch

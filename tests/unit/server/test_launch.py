@@ -314,7 +314,7 @@ def user_files(tmp_path: Path) -> Iterator[list[Path]]:
     """Files that a user keeps in ``/dev/shm``, which the fake rank maps as well."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="psm_") as folder,
-        tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="model-", suffix=".gguf") as model,
+        tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="torch_model-", suffix=".gguf") as model,
     ):
         files = [Path(folder) / "model-00001.safetensors", Path(model.name)]
         for file in files:

@@ -34,7 +34,7 @@ def test_a_model_with_linear_attention_is_served_in_one_process(
     argv = sglang_argv(settings, model_dir=tmp_path, device=device, dtype="bfloat16", port=1)
     assert argv[argv.index("--max-mamba-cache-size") + 1] == count
     pages = [argv[at + 1] for at, name in enumerate(argv) if name == "--page-size"]
-    assert pages == {"cpu": ["1"], "cuda": ["128", "64"]}[device]  # the last one counts
+    assert pages == {"cpu": ["1"], "cuda": ["64", "64"]}[device]
     for given in ({"cache_ranks": 1}, {"transport": "shared"}, {"transport": "message"}):
         with pytest.raises(SettingsError, match=r"linear attention.*--cache-ranks 0"):
             resolve(tmp_path, **of_model, **given)
@@ -60,23 +60,22 @@ def test_sglang_is_told_how_to_keep_states_where_it_does_not_know(
     )
     spec = msgspec.structs.replace(known, architecture=name)
     settings, _ = resolve(tmp_path, **of_both, spec=spec)
-    assert settings.sglang_args[-2:] == (flag, "extra_buffer")
+    assert settings.sglang_args[-4:] == (flag, "extra_buffer", "--page-size", "64")
     for other, device in ((known, "cuda"), (spec, "cpu")):
         settings, _ = resolve(tmp_path, **of_both, spec=other, device=device)
         assert flag not in settings.sglang_args
-    alone = "--disable-overlap-schedule"
     for named in (flag, "--mamba-scheduler-strategy"):
-        for own in ((named, "no_buffer", alone), (named, "extra_buffer_lazy")):
-            settings, _ = resolve(tmp_path, **of_both, spec=spec, sglang_args=own)
-            assert settings.sglang_args[: len(own)] == own
-            assert settings.sglang_args.count(flag) == own.count(flag)
-        for own in ((named, "no_buffer"), (named, "auto")):
-            with pytest.raises(SettingsError, match=f"{own[1]}: {name} would be scheduled with"):
-                resolve(tmp_path, **of_both, spec=spec, sglang_args=own)
-    other_kernels = ("--linear-attn-backend", "flashinfer")
+        own = (named, "extra_buffer_lazy")
+        settings, _ = resolve(tmp_path, **of_both, spec=spec, sglang_args=own)
+        assert settings.sglang_args[:2] == own
+        assert settings.sglang_args.count(flag) == own.count(flag)
+        for other, given in ((spec, "no_buffer"), (spec, "auto"), (known, "no_buffer")):
+            with pytest.raises(SettingsError, match=f"{given}: without extra states of Qwen3_5"):
+                resolve(tmp_path, **of_both, spec=other, sglang_args=(named, given))
+        resolve(tmp_path, **of_both, spec=known, sglang_args=(named, "auto"))
+    own = ("--linear-attn-backend", "flashinfer")
     with pytest.raises(SettingsError, match=r"flashinfer: extra states of .* by triton alone"):
-        resolve(tmp_path, **of_both, spec=spec, sglang_args=other_kernels)
-    own = (*other_kernels, flag, "no_buffer", alone)
-    resolve(tmp_path, **of_both, spec=spec, sglang_args=own)
-    settings, _ = resolve(tmp_path, **of_both, spec=spec, sglang_args=("--disable-radix-cache",))
-    assert settings.sglang_args == ("--disable-radix-cache",)
+        resolve(tmp_path, **of_both, spec=spec, sglang_args=own)
+    for whole in (("--disable-radix-cache",), (*own, "--disable-radix-cache")):
+        settings, _ = resolve(tmp_path, **of_both, spec=spec, sglang_args=whole)
+        assert settings.sglang_args == whole
