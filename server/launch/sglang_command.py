@@ -60,7 +60,8 @@ def sglang_argv(
     page_size = 1
     if device != "cpu" and not selection.declared.attends:  # which scans no pages
         page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
-        page_size = int(value_of(settings.sglang_args, "--page-size") or page_size)
+        given = value_of(settings.sglang_args, "--page-size") or ""
+        page_size = int(given) if given.isdecimal() else page_size  # else SGLang refuses it
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
         "--model-path", str(model_dir),

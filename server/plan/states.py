@@ -48,7 +48,7 @@ def _pages(given: Sequence[str]) -> tuple[str, ...]:
     """
     flag = "--page-size"
     named = value_of(given, flag)
-    if named and int(named) > PAGE_TOKENS:
+    if named and named.isdecimal() and int(named) > PAGE_TOKENS:
         raise SettingsError(
             f"SGLang argument {flag} {named}: states of linear attention are kept for pages of up "
             f"to {PAGE_TOKENS} tokens; leave it out, or pass --disable-radix-cache as well"
