@@ -52,17 +52,25 @@ class BusyClock:
         self._waited = 0.0
         self._wait_started: float | None = None
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Mark the time in which one message is handled."""
+    def begin(self) -> None:
+        """Note that a message is being handled, until `end`."""
         self._waited, self._wait_started = 0.0, None
         self._started = time.monotonic()
         self.progress.advance()
+
+    def end(self) -> None:
+        """Note that no message is being handled."""
+        self._started = None
+        self.progress.idle()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Mark the time in which one message is handled."""
+        self.begin()
         try:
             yield
         finally:
-            self._started = None
-            self.progress.idle()
+            self.end()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -5,8 +5,10 @@ A flag is raised by writing the number of the step that it is for, and never tak
 step n ends when the word is n or later, so a flag that comes after its wait was given up cannot
 satisfy a later step. Every wait has an end.
 
-On x86-64 and arm64 an aligned word of 8 bytes is written at once. Stores stay in order on x86-64;
-elsewhere the system call that follows each store is the barrier.
+On x86-64 and arm64 an aligned word of 8 bytes is written at once. Stores stay in order on x86-64,
+where the system call that wakes up sleepers is made only if there may be one: a sleeper leaves word
+1 of the line, and one that is missed for lack of a barrier looks again within 2 ms. Elsewhere the
+system call follows each store and is the barrier.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _SYSCALLS = {"x86_64": 202, "aarch64": 98}
 _SPINS = 400
 """Looks before the first sleep: about 40 us, what waking up a sleeper costs."""
+_SPINS_AWAKE = 100
+"""Looks of who stays awake between two offers of the core to other threads."""
 _SLICE_NS = 2_000_000
 _EVERYBODY = 1 << 30
 
@@ -44,7 +48,8 @@ class StepFlags:
     """Words that two processes raise and wait for.
 
     They are ``words [num_flags, WORDS_APART]`` int64, mapped by both processes; word 0 of each line
-    counts. Raises `SettingsError` on a machine whose futex call is unknown.
+    counts, word 1 is 1 if somebody may sleep. Raises `SettingsError` on a machine whose futex call
+    is unknown.
     """
 
     def __init__(self, words: torch.Tensor) -> None:
@@ -56,6 +61,7 @@ class StepFlags:
             )
         self._tensor = words  # keeps the memory mapped
         self._futex = number
+        self._always_wakes = platform.machine() != "x86_64"
         self._view = memoryview(words.numpy()).cast("B").cast("q")  # type: ignore[arg-type]
         self._address = words.data_ptr()
         self._slice = _Timespec(0, _SLICE_NS)
@@ -69,8 +75,12 @@ class StepFlags:
 
     def raise_to(self, flag: int, step: int) -> None:
         """Let all that was written before be seen by who waits for `step`."""
-        self._view[flag * WORDS_APART] = step
-        address = ctypes.c_void_p(self._address + flag * WORDS_APART * 8)
+        view, index = self._view, flag * WORDS_APART
+        view[index] = step
+        if not view[index + 1] and not self._always_wakes:
+            return
+        view[index + 1] = 0
+        address = ctypes.c_void_p(self._address + index * 8)
         _libc.syscall(self._futex, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
     def wait(
@@ -102,10 +112,14 @@ class StepFlags:
                 return False
             if now < awake_until:
                 os.sched_yield()
+                for _ in range(_SPINS_AWAKE):
+                    if view[index] != seen:
+                        break
             else:
                 self._sleep(index, seen)
 
     def _sleep(self, index: int, seen: int) -> None:
+        self._view[index + 1] = 1
         # The kernel compares the low half of the word, and sleeps only if it is as it was.
         address = ctypes.c_void_p(self._address + index * 8)
         result = _libc.syscall(

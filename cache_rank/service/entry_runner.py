@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -113,6 +114,9 @@ class EntryRunner:
         Raises `StepAbortedError` if the inference rank is gone.
         """
         read_ns = time.monotonic_ns()
+        if self._is_captured(entry):
+            self._replay(entry, read_ns)
+            return
         self._signals.begin(entry.step)
         try:
             if entry.kind is EntryKind.EXTEND:
@@ -214,16 +218,33 @@ class EntryRunner:
         self._signals.raise_loaded()
         return rows
 
-    def _decode(self, entry: StepEntry, read_ns: int) -> None:
-        """Do a decode step, or queue the graph of one."""
-        kind, size = _DECODE_KINDS[entry.variant], len(entry.rows)
+    def _is_captured(self, entry: StepEntry) -> bool:
+        return entry.kind is EntryKind.DECODE and self._graphs.has(
+            str(_DECODE_KINDS[entry.variant]), len(entry.rows)
+        )
+
+    def _replay(self, entry: StepEntry, read_ns: int) -> None:
+        """Queue the graph of a decode step."""
+        signals = self._signals
+        assert isinstance(signals, StreamSignals)
+        signals.begin_counted(entry.step)
         self._engine.set_num_cold(entry.num_cold)
         begun_ns = time.monotonic_ns()
-        is_queued = self._graphs.replay(str(kind), size)
+        self._graphs.replay(str(_DECODE_KINDS[entry.variant]), len(entry.rows))
         self.delays.note(entry, read_ns=read_ns, begun_ns=begun_ns)
         self._engine.begin_step()  # behind the launch: nobody waits for what it copies
-        if not is_queued:
-            self._queue_decode(entry)
+        signals.finish()
+
+    def _decode(self, entry: StepEntry, read_ns: int) -> None:
+        """Do a decode step that nobody has captured."""
+        self._engine.set_num_cold(entry.num_cold)
+        self.delays.note(entry, read_ns=read_ns, begun_ns=time.monotonic_ns())
+        self._engine.begin_step()
+        self._queue_decode(entry)
+
+    def _queue_counted(self, entry: StepEntry, signals: StreamSignals) -> None:
+        signals.count()
+        self._queue_decode(entry)
 
     def _queue_decode(self, entry: StepEntry) -> None:
         """Queue all of a decode step.
@@ -263,7 +284,8 @@ class EntryRunner:
         else:
             with signals.masked():
                 if self._program.is_captured:
-                    self._graphs.capture(str(kind), size, lambda: self._queue_decode(entry))
+                    body = partial(self._queue_counted, entry, signals)
+                    self._graphs.capture(str(kind), size, body)
                 else:
                     self._queue_decode(entry)
         signals.confirm_prepared()

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,6 +166,10 @@ class SharedSession:
         if self._on_gpu is not None:
             self._on_gpu.abort()
 
+    def stream(self) -> AbstractContextManager[None]:
+        """Return what makes the engine's stream the current one, as `run_next` requires."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
     def run_next(self, timeout_s: float) -> bool:
         """Do the next announced step; False if none comes within `timeout_s`, or all is over."""
         if self._tracer is not None:
@@ -177,15 +181,15 @@ class SharedSession:
             return False
         # Nobody waits for a rehearsal, which may have to compile, as for a step.
         is_awaited = entry.kind not in (EntryKind.PREPARE, EntryKind.RESUME)
-        with (
-            self._clock.working() if is_awaited else nullcontext(),
-            torch.cuda.stream(self._stream),
-        ):
+        if is_awaited:
+            self._clock.begin()
+        try:
             reach("cache_rank.step")
-            try:
-                self.runner.run(entry)
-            except StepAbortedError:
-                return False
+            self.runner.run(entry)
+        except StepAbortedError:
+            return False
+        finally:
+            self._clock.end()
         self.num_steps += entry.kind in (EntryKind.EXTEND, EntryKind.DECODE)
         if self._on_gpu is not None and entry.kind is EntryKind.DECODE:
             self._awake_until = time.monotonic() + _AWAKE_S

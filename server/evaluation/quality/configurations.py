@@ -133,8 +133,10 @@ def plan(
         if text == DENSE:
             continue
         policy, own = _split(text)
-        devices = find_policy(policy).capabilities.devices
-        if device not in devices:
+        declared = find_policy(policy).capabilities
+        devices = declared.devices
+        # One that attends does so on the host's CPU, wherever the model is.
+        if device not in devices and not (declared.attends and "cpu" in devices):
             raise SettingsError(
                 f"policy={policy} declares devices {', '.join(devices)}, not {device}; leave it "
                 "out or choose another --device"

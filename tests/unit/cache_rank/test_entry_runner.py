@@ -60,12 +60,12 @@ class Replays:
     def forget(self) -> None:
         self._tapes.clear()
 
-    def replay(self, kind: str, size: int) -> bool:
-        if (kind, size) not in self._tapes:
-            return False
+    def has(self, kind: str, size: int) -> bool:
+        return (kind, size) in self._tapes
+
+    def replay(self, kind: str, size: int) -> None:
         self._tapes[kind, size].play()
         self.num_replayed += 1
-        return True
 
 
 def _tensors(world: World) -> MappedTensors:
@@ -258,6 +258,25 @@ def test_a_replayed_step_goes_by_the_longest_request_of_its_announcement(play: P
         selections.append(played.world.rank.counters()["selections_total"])
     layers = len(played.world.rank.program.selecting)
     assert selections == [2 * layers, 2 * layers, 3 * layers, 5 * layers]
+
+
+def test_graphs_count_steps_and_are_told_where_others_came_between(play: Play) -> None:
+    """A number that is written for each step would be a kernel more before the graph."""
+    played, written = play("last_query"), []
+    played.prepare(2)
+    fill = played.signals._step.fill_
+    played.signals._step.fill_ = lambda step: (written.append(step), fill(step))  # type: ignore
+    for _ in range(3):
+        played.decode(ROWS, [n + played.step for n in LENGTHS])
+    first = played.step - 2
+    assert written == [first - 1]  # whatever the rehearsal has counted
+    played.decode(ROWS[:1], [LENGTHS[0] + played.step])  # queued, for it was not prepared
+    queued = played.step
+    played.decode(ROWS, [n + played.step for n in LENGTHS])
+    assert written == [first - 1, queued]
+    assert played.signals._step.tolist() == [played.step]
+    played.signals.begin_counted(played.step + 3)
+    assert written[2:] == [played.step + 2]
 
 
 def test_a_size_that_was_not_prepared_is_queued(play: Play) -> None:

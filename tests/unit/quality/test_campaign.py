@@ -96,9 +96,9 @@ def test_serve_leaves_no_prompt_dense_on_a_gpu(
     assert found.settings_of(sparse).selection.dense_tokens == expected
 
 
-def test_a_policy_for_cpus_is_not_measured_on_a_gpu(prepared: Prepare) -> None:
-    with pytest.raises(SettingsError, match="policy=lfps declares devices cpu, not cuda"):
-        prepared("cuda", policy="lfps")
+def test_a_policy_that_attends_on_the_host_is_measured_beside_a_gpu(prepared: Prepare) -> None:
+    found = prepared("cuda", policy="lfps")
+    assert [c.policy for c in found.configurations if not c.is_dense] == ["lfps"]
 
 
 def test_a_first_turn_outlasts_the_others(prepared: Prepare) -> None:

@@ -115,6 +115,10 @@ def test_a_policy_is_not_asked_for_what_it_declares_it_cannot(
 ) -> None:
     timing = look_ahead.LookAheadPolicy.capabilities.timing
     cuda_only = PolicyCapabilities(timing=timing, devices=("cuda",))
+    cpu_only = PolicyCapabilities(timing=timing, devices=("cpu",))
+    monkeypatch.setattr(look_ahead.LookAheadPolicy, "capabilities", cpu_only)
+    with pytest.raises(SettingsError, match="policy=look_ahead declares devices cpu, not cuda"):
+        make(["look_ahead"], ["512"], device="cuda")
     monkeypatch.setattr(look_ahead.LookAheadPolicy, "capabilities", cuda_only)
     with pytest.raises(SettingsError, match="policy=look_ahead declares devices cuda, not cpu"):
         make(["look_ahead"], ["512"])
