@@ -21,6 +21,7 @@ from stock_agreement import (
     COVERING,
     DEVICE,
     MARGIN,
+    MEAN_LOGPROB_DIFFERENCE,
     NEW_TOKENS,
     agreement,
     check,
@@ -118,5 +119,10 @@ def test_tokens_are_those_of_stock(name: str, answers: dict[str, Future[Answers]
     margin = max(MARGIN, *floor["margins_where_first_different"].values(), 0.0)
     check(agreement(found.ours, found.stock), name, margin, _ENOUGH)
     again = agreement(found.ours_again, found.stock)
-    check(again, f"{name}, four at a time", margin, _ENOUGH)
+    enough, mean = _ENOUGH, MEAN_LOGPROB_DIFFERENCE
+    if ARCHITECTURES[MODELS[name].architecture].decoder_config:
+        # Of a model that reads images stock computes prompts with FlashInfer's paged kernel, which
+        # rounds otherwise than the ragged one that models of text have, here too.
+        enough, mean = enough // 2, 2 * mean
+    check(again, f"{name}, four at a time", margin, enough, mean)
     assert found.values["sparse_rows_total"] >= 2 * COUNT * (NEW_TOKENS - 1)

@@ -14,8 +14,10 @@ from tandemkv.cache_rank.protocol.models.weight_formats import UNREADABLE
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
 GPU_REPORT = json.loads((ROOT / "docs/acceptance/architectures_gpu.json").read_text("utf-8"))
-RAN_ON_GPU = {row["architecture"]: "wrong on an H200, below" for row in GPU_REPORT["failures"]}
-RAN_ON_GPU |= {row["architecture"]: "H200, random weights" for row in GPU_REPORT["rows"]} | {
+RAN_ON_GPU = {
+    row["architecture"]: f"{row.get('gpu', GPU_REPORT['gpu']).split()[1]}, random weights"
+    for row in GPU_REPORT["rows"]
+} | {
     "LlamaForCausalLM": "H200, SmolLM2",
     "Qwen3ForCausalLM": "H200, H100: dummy weights of the 8B shape, in FP8 as well",
     "Qwen3MoeForCausalLM": "H200, dummy weights of the 30B-A3B shape",
