@@ -67,7 +67,8 @@ def ring() -> list[dict[str, Any]]:
         assert read is not None
         found.append((written - begin, read.seen_ns - written, end - read.seen_ns))
     names = ("announcement_written_us", "announcement_seen_us", "announcement_read_us")
-    return [row(name, list(each)) for name, each in zip(names, zip(*found, strict=True), strict=True)]
+    columns = zip(*found, strict=True)
+    return [row(name, list(each)) for name, each in zip(names, columns, strict=True)]
 
 
 def calls(device: torch.device | None) -> dict[str, Callable[[], object]]:
