@@ -64,17 +64,8 @@ class BusyClock:
         self.progress.idle()
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Mark the time in which one message is handled."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
-
-    @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark a wait for the peer inside `working`."""
+        """Mark a wait for the peer between `begin` and `end`."""
         self._wait_started = time.monotonic()
         self.progress.idle()
         try:

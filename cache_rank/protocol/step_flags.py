@@ -7,8 +7,8 @@ satisfy a later step. Every wait has an end.
 
 On x86-64 and arm64 an aligned word of 8 bytes is written at once. Stores stay in order on x86-64,
 where the system call that wakes up sleepers is made only if there may be one: a sleeper leaves word
-1 of the line, and one that is missed for lack of a barrier looks again within 2 ms. Elsewhere the
-system call follows each store and is the barrier.
+1 of the line. One that is missed, for lack of a barrier or as its mark was cleared with that of
+another, looks again within 2 ms. Elsewhere the system call follows each store and is the barrier.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class AnnouncementDelays:
 
     Noted by one thread, read by any. Both processes read the host's monotonic clock, so their times
     can be subtracted. On a GPU a step begins when its graph is launched, on a CPU when its own work
-    starts. When the announcement was seen, when all of it had been read, and when the launch had
-    returned, which takes long for a graph of many kernels, tell where the time goes.
+    starts. When the announcement was seen, when it had been taken from the ring, and when the
+    launch had returned, which takes long for a graph of many kernels, tell where the time goes.
     """
 
     def __init__(self) -> None:

@@ -124,7 +124,7 @@ class SharedEngineService:
         session = self._session
         if session is not None:
             try:
-                with session.stream():  # once for many steps: entering it takes 10 us
+                with session.stream():  # once for many steps: entering it takes 20 to 40 us
                     for _ in range(_CONTROL_EVERY):
                         if not session.run_next(_POLL_S):
                             break

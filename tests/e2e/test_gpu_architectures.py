@@ -121,8 +121,8 @@ def test_tokens_are_those_of_stock(name: str, answers: dict[str, Future[Answers]
     again = agreement(found.ours_again, found.stock)
     enough, mean = _ENOUGH, MEAN_LOGPROB_DIFFERENCE
     if ARCHITECTURES[MODELS[name].architecture].decoder_config:
-        # Of a model that reads images stock computes prompts with FlashInfer's paged kernel, which
-        # rounds otherwise than the ragged one that models of text have, here too.
+        # Stock computes prompts of models that read images with FlashInfer's paged kernel, which
+        # rounds otherwise than the ragged one. Served for text alone they have the latter.
         enough, mean = enough // 2, 2 * mean
     check(again, f"{name}, four at a time", margin, enough, mean)
     assert found.values["sparse_rows_total"] >= 2 * COUNT * (NEW_TOKENS - 1)

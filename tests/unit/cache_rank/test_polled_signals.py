@@ -107,9 +107,9 @@ def test_a_wait_ends_with_the_inference_rank_and_is_no_work(world: World, ends: 
 
     def wait() -> None:
         world.engine.begin(4)
+        world.clock.begin()
         try:
-            with world.clock.working():
-                world.engine.await_input(1)
+            world.engine.await_input(1)
         except StepAbortedError as error:
             found.append(error)
 

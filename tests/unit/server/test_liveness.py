@@ -71,12 +71,14 @@ def test_a_rank_that_falls_silent_at_once_after_its_start_hangs() -> None:
 def test_a_cache_rank_that_waits_or_moves_is_not_stalled() -> None:
     clock = BusyClock()
     assert clock.progress.stalled_s() == 0
-    with clock.working():
+    clock.begin()
+    time.sleep(0.1)
+    assert clock.progress.stalled_s() >= 0.1
+    with clock.waiting():  # for the inference rank; the transfer has a limit of its own
         time.sleep(0.1)
-        assert clock.progress.stalled_s() >= 0.1
-        with clock.waiting():  # for the inference rank; the transfer has a limit of its own
-            time.sleep(0.1)
-            assert clock.progress.stalled_s() == 0
-        assert clock.progress.stalled_s() < 0.1  # a layer is through
-        assert clock.busy_s() >= 0.1
+        assert clock.progress.stalled_s() == 0
+    assert clock.progress.stalled_s() < 0.1  # a layer is through
+    assert clock.busy_s() >= 0.1
+    clock.end()
+    assert clock.busy_s() == 0
     assert clock.progress.stalled_s() == 0
