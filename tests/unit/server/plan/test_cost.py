@@ -38,6 +38,7 @@ UNIT = CostConstants(
     scan_fixed_us=17.0, topk_fixed_us=7.0,
     topk_bandwidth=1e6, exchange_bandwidth=1e6, receive_bandwidth=2e6, selection_fixed_us=19.0,
     gather_us=13.0, sample_weights_us=29.0, samples_fixed_us=23.0, samples_bandwidth=1e6,
+    samples_overlap=0.25,
     scan_overlap=0.5, in_process_overlap=0.25,
 )  # fmt: skip
 TINY = ModelShape(
@@ -218,13 +219,12 @@ def test_the_rows_of_a_layer_by_hand() -> None:
     [
         (1792, 128, 448, 32768, 6.51), (1792, 128, 448, 65536, 7.69),
         (1792, 128, 448, 98304, 9.21),
-        (896, 1024, 448, 32768, 6.84), (896, 1024, 448, 65536, 7.64), (896, 1024, 448, 98304, 9.19),
     ],
 )  # fmt: skip
 def test_rows_between_two_gpus_cost_what_was_measured(
     k: int, samples: int, fetch_cap: int, context: int, measured_ms: float
 ) -> None:
-    """decode_two_processes.json and decode_two_gpus.json: a large cap is what a step waits for."""
+    """decode_two_processes.json: a large cap is what a step waits for."""
     load = replace(
         AT_CAP_128, context_tokens=context, num_resident=4 + k, num_recent_tokens=128,
         num_samples=samples, fetch_cap_tokens=fetch_cap,
@@ -235,12 +235,16 @@ def test_rows_between_two_gpus_cost_what_was_measured(
 
 @pytest.mark.parametrize(
     ("num_cache_gpus", "context", "measured_ms"),
-    [(0, 32768, 8.36), (0, 65536, 9.37), (1, 32768, 6.88), (1, 65536, 6.86), (1, 98304, 7.95)],
-)
+    [(0, 32768, 7.90), (0, 65536, 9.04),
+     (1, 8192, 6.53), (1, 32768, 6.52), (1, 65536, 6.61), (1, 98304, 7.71)],
+)  # fmt: skip
 def test_a_scan_of_half_the_channels_costs_what_was_measured(
     num_cache_gpus: int, context: int, measured_ms: float
 ) -> None:
-    """decode_channels.json, 8 requests at the defaults, 64 of 128 channels."""
+    """decode_calibrated.json, and means of two runs of decode_cache_gpus.json: 8 requests.
+
+    At the defaults, 64 of 128 channels.
+    """
     load = Workload.from_selection(
         SelectionSettings(num_recent_tokens=128, late_layers=num_cache_gpus, index_dtype="int4"),
         context_tokens=context,
@@ -249,13 +253,16 @@ def test_a_scan_of_half_the_channels_costs_what_was_measured(
     kind = SEPARATE if num_cache_gpus else PlacementKind.IN_PROCESS
     placement = Placement(kind=kind, tp_size=1, num_cache_gpus=num_cache_gpus)
     half = replace(load, index_channels=64)
-    assert predict_step(placement, QWEN, half).tpot_ms == pytest.approx(measured_ms, rel=0.04)
+    assert predict_step(placement, QWEN, half).tpot_ms == pytest.approx(measured_ms, rel=0.035)
     whole = scan_us(QWEN, load, 1, H200)
     assert scan_us(QWEN, replace(load, index_channels=128), 1, H200) == pytest.approx(whole)
 
 
 def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
-    """decode_four_gpus.json, 36 x 64K: what comes to the model's GPU is what a layer waits for."""
+    """decode_four_gpus.json, 36 x 64K: what comes to the model's GPU is what a layer waits for.
+
+    decode_cache_gpus.json has the same with 64 of 128 channels.
+    """
     load = Workload.from_selection(
         SelectionSettings(num_recent_tokens=128, late_layers=1, index_dtype="int4"),
         context_tokens=65536,
@@ -263,6 +270,8 @@ def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
     )
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=3)
     assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(13.15, rel=0.04)
+    half = replace(load, index_channels=64)
+    assert predict_step(placement, QWEN, half).tpot_ms == pytest.approx(11.78, rel=0.02)
     assert predict_step(dense(4), QWEN, load).tpot_ms == pytest.approx(23.28, rel=0.04)
 
 
@@ -272,7 +281,7 @@ def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
 def test_prediction_of_the_defaults_is_near_what_was_measured(
     batch: int, context: int, measured_ms: float
 ) -> None:
-    """decode_grid.json, one H200."""
+    """decode_grid.json, one H200: when samples were attended to behind the set, not beside it."""
     load = Workload.from_selection(
         SelectionSettings(num_recent_tokens=128, index_dtype="int4"),
         context_tokens=context,
@@ -283,12 +292,12 @@ def test_prediction_of_the_defaults_is_near_what_was_measured(
 
 
 @pytest.mark.parametrize(
-    ("batch", "context", "dense_ms", "own_ms", "sampled_ms"),
-    [(1, 24576, 5.93, 5.95, 6.29), (1, 32768, 6.20, 5.98, 6.33), (1, 49152, 6.75, 6.08, 6.42),
-     (8, 8192, 7.47, 7.77, 8.07), (8, 32768, 13.70, 8.57, 8.88)],
+    ("batch", "context", "dense_ms", "own_ms"),
+    [(1, 24576, 5.93, 5.95), (1, 32768, 6.20, 5.98), (1, 49152, 6.75, 6.08),
+     (8, 8192, 7.47, 7.77), (8, 32768, 13.70, 8.57)],
 )  # fmt: skip
 def test_selecting_pays_where_it_was_measured_to(
-    batch: int, context: int, dense_ms: float, own_ms: float, sampled_ms: float
+    batch: int, context: int, dense_ms: float, own_ms: float
 ) -> None:
     """Of one machine and run each; what `serve` goes by is which of two is less."""
     load = replace(
@@ -296,27 +305,10 @@ def test_selecting_pays_where_it_was_measured_to(
     )
     own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
     whole = predict_step(dense(1), QWEN, load).tpot_ms
-    for measured_ms, num_samples in ((own_ms, 0), (sampled_ms, 128)):
-        step = predict_step(own, QWEN, replace(load, num_samples=num_samples))
-        predicted, measured = step.tpot_ms / whole, measured_ms / dense_ms
-        assert predicted == pytest.approx(measured, abs=0.04)
-        if abs(measured - 1) > 0.02:
-            assert (predicted > 1) == (measured > 1)
-
-
-@pytest.mark.parametrize(
-    ("placement", "measured_ms"),
-    [
-        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 10.28),
-        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 7.07),
-    ],
-)
-def test_samples_cost_what_was_measured(placement: Placement, measured_ms: float) -> None:
-    load = AT_CAP_128
-    without = predict_step(placement, QWEN, load).tpot_ms
-    step = predict_step(placement, QWEN, replace(load, num_samples=128))
-    assert step.tpot_ms == pytest.approx(measured_ms, rel=0.03)
-    assert 1.02 < step.tpot_ms / without < 1.055
+    predicted, measured = predict_step(own, QWEN, load).tpot_ms / whole, own_ms / dense_ms
+    assert predicted == pytest.approx(measured, abs=0.04)
+    if abs(measured - 1) > 0.02:
+        assert (predicted > 1) == (measured > 1)
 
 
 def test_samples_by_hand() -> None:
@@ -325,6 +317,12 @@ def test_samples_by_hand() -> None:
     assert samples_us(TINY, load, 1, UNIT) == pytest.approx(23 + 3 * 5 * 16)
     more = selection_us(TINY, load, 1, UNIT) - selection_us(TINY, TINY_LOAD, 1, UNIT)
     assert more == pytest.approx(29)
+    own, resident = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 1 + 3 * 10 * 16
+    step = predict_step(own, TINY, load, UNIT)
+    assert step.attention_ms * 1e3 == pytest.approx(resident + (23 + 3 * 5 * 16) * (1 - 0.25))
+    many = replace(TINY_LOAD, num_samples=20)  # the resident set is the shorter of the two
+    step = predict_step(own, TINY, many, UNIT)
+    assert step.attention_ms * 1e3 == pytest.approx(23 + 3 * 20 * 16 + resident * (1 - 0.25))
 
 
 @pytest.mark.parametrize(
