@@ -114,8 +114,9 @@ class EntryRunner:
         Raises `StepAbortedError` if the inference rank is gone.
         """
         read_ns = time.monotonic_ns()
-        if self._is_captured(entry):
-            self._replay(entry, read_ns)
+        replay = self._replay_of(entry)
+        if replay is not None:
+            self._replay(entry, replay, read_ns)
             return
         self._signals.begin(entry.step)
         try:
@@ -218,19 +219,19 @@ class EntryRunner:
         self._signals.raise_loaded()
         return rows
 
-    def _is_captured(self, entry: StepEntry) -> bool:
-        return entry.kind is EntryKind.DECODE and self._graphs.has(
-            str(_DECODE_KINDS[entry.variant]), len(entry.rows)
-        )
+    def _replay_of(self, entry: StepEntry) -> Callable[[], None] | None:
+        if entry.kind is not EntryKind.DECODE:
+            return None
+        return self._graphs.replay_of(str(_DECODE_KINDS[entry.variant]), len(entry.rows))
 
-    def _replay(self, entry: StepEntry, read_ns: int) -> None:
+    def _replay(self, entry: StepEntry, replay: Callable[[], None], read_ns: int) -> None:
         """Queue the graph of a decode step."""
         signals = self._signals
         assert isinstance(signals, StreamSignals)
         signals.begin_counted(entry.step)
         self._engine.set_num_cold(entry.num_cold)
         begun_ns = time.monotonic_ns()
-        self._graphs.replay(str(_DECODE_KINDS[entry.variant]), len(entry.rows))
+        replay()
         self.delays.note(entry, read_ns=read_ns, begun_ns=begun_ns)
         self._engine.begin_step()  # behind the launch: nobody waits for what it copies
         signals.finish()

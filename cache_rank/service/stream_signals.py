@@ -198,10 +198,7 @@ class StepGraphs:
             body()
         self._graphs[kind, size] = graph
 
-    def has(self, kind: str, size: int) -> bool:
-        """Whether this was captured."""
-        return (kind, size) in self._graphs
-
-    def replay(self, kind: str, size: int) -> None:
-        """Queue what was captured."""
-        self._graphs[kind, size].replay()
+    def replay_of(self, kind: str, size: int) -> Callable[[], None] | None:
+        """Return what queues that which was captured; None if nothing was."""
+        graph = self._graphs.get((kind, size))
+        return None if graph is None else graph.replay

@@ -62,7 +62,8 @@ class CostConstants:
     - `samples_overlap`: samples are attended to beside the resident set (decision record 36). How
       much of the shorter of the two hides behind the other, fitted with `scan_token_share` to
       steps at the defaults with 64 of 128 channels (docs/benchmarks/decode_calibrated.json,
-      decode_cache_gpus.json), on one GPU, 1 + 1 and 1 + 3, which it meets within 3.5 %.
+      decode_cache_gpus.json), on one GPU, 1 + 1 and 1 + 3, which it meets within 3.5 %. A step of
+      Qwen3-30B-A3B (decode_moe.json) takes 5 % longer than predicted.
     - `scan_overlap`, `in_process_overlap`: shares of what a scan reads, and of the rest of a
       selection, that hide behind the model when both use one GPU. Reading needs the memory
       bandwidth that the weights need; the rest is a few programs, and latency. Of it 0.19 to 0.22

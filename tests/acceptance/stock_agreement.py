@@ -128,15 +128,14 @@ def agreement(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[
 
 
 def check(
-    found: dict[str, Any], what: str, margin: float = MARGIN, tokens: int = COUNT * NEW_TOKENS // 3,
-    mean: float = MEAN_LOGPROB_DIFFERENCE,
-) -> None:  # fmt: skip
+    found: dict[str, Any], what: str, margin: float = MARGIN, tokens: int = COUNT * NEW_TOKENS // 3
+) -> None:
     """Fail where other tokens or logprobs are more than rounding; print what was found.
 
-    `tokens` must have been compared at least, with a `mean` difference of logprobs at most.
+    `tokens` must have been compared at least.
     """
     print(what, json.dumps(found))
     beyond = {k: m for k, m in found["margins_where_first_different"].items() if m > margin}
     assert not beyond, f"{what}: other tokens where stock SGLang was sure: {beyond}; {found}"
-    assert found["mean_logprob_difference"] <= mean, f"{what}: {found}"
+    assert found["mean_logprob_difference"] <= MEAN_LOGPROB_DIFFERENCE, f"{what}: {found}"
     assert found["tokens_compared"] >= tokens, f"{what}: {found}"

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tandemkv.cache_rank.protocol import step_flags
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import (
     EntryKind,
@@ -35,7 +36,7 @@ from tandemkv.cache_rank.protocol.step_ring import (
 )
 
 STEPS, BETWEEN_S, REQUESTS = 300, 0.003, 8
-FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
+FUTEX = step_flags._SYSCALLS[platform.machine()]
 
 
 def row(figure: str, found_ns: list[int]) -> dict[str, Any]:

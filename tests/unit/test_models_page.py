@@ -14,14 +14,21 @@ from tandemkv.cache_rank.protocol.models.weight_formats import UNREADABLE
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
 GPU_REPORT = json.loads((ROOT / "docs/acceptance/architectures_gpu.json").read_text("utf-8"))
-RAN_ON_GPU = {
-    row["architecture"]: f"{row.get('gpu', GPU_REPORT['gpu']).split()[1]}, random weights"
-    for row in GPU_REPORT["rows"]
-} | {
-    "LlamaForCausalLM": "H200, SmolLM2",
-    "Qwen3ForCausalLM": "H200, H100: dummy weights of the 8B shape, in FP8 as well",
-    "Qwen3MoeForCausalLM": "H200, dummy weights of the 30B-A3B shape",
-}
+RAN_ON_GPU = (
+    {
+        row["architecture"]: f"beyond a limit on an {row['gpu'].split()[1]}, below"
+        for row in GPU_REPORT["failures"]
+    }
+    | {
+        row["architecture"]: f"{row.get('gpu', GPU_REPORT['gpu']).split()[1]}, random weights"
+        for row in GPU_REPORT["rows"]
+    }
+    | {
+        "LlamaForCausalLM": "H200, SmolLM2",
+        "Qwen3ForCausalLM": "H200, H100: dummy weights of the 8B shape, in FP8 as well",
+        "Qwen3MoeForCausalLM": "H200, dummy weights of the 30B-A3B shape",
+    }
+)
 """What reports under ``docs`` show: this one, quality/smollm2-4k-h200, and decode.json,
 decode_fp8.json and decode_moe.json of benchmarks."""
 STAND_INS = {

@@ -60,12 +60,15 @@ class Replays:
     def forget(self) -> None:
         self._tapes.clear()
 
-    def has(self, kind: str, size: int) -> bool:
-        return (kind, size) in self._tapes
+    def replay_of(self, kind: str, size: int) -> Callable[[], None] | None:
+        tape = self._tapes.get((kind, size))
 
-    def replay(self, kind: str, size: int) -> None:
-        self._tapes[kind, size].play()
-        self.num_replayed += 1
+        def replay() -> None:
+            assert tape is not None
+            tape.play()
+            self.num_replayed += 1
+
+        return None if tape is None else replay
 
 
 def _tensors(world: World) -> MappedTensors:
