@@ -120,13 +120,14 @@ def run_cache_rank(
 
 
 def _homes(device: str, placement: Placement, rank: int) -> Homes:
-    """Return where memory of cache rank `rank` lies; on a GPU it has one engine."""
+    """Return where memory of cache rank `rank`, of those of all hosts, lies."""
     if placement.has_far_host:
         return one_gpu_homes(far_gpu(device, rank))
     if placement.host_engine:
         cpu = torch.device("cpu")
         return Homes.beside_gpu(torch.device(placement.model_device), here=cpu)
-    return engine_homes(torch.device(device), rank, placement.tp_size, placement.head_shards)
+    here = rank % (placement.tp_per_node * placement.head_shards)  # on a GPU it has one engine
+    return engine_homes(torch.device(device), here, placement.tp_per_node, placement.head_shards)
 
 
 def _run_all(

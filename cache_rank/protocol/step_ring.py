@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 from operator import gt
 from typing import NamedTuple, Self, overload
 
@@ -25,8 +26,8 @@ from .step_flags import StepFlags
 NUM_ENTRIES = 64
 ANNOUNCED, CONSUMED = range(2)
 """Flags of the latest entry written, and read."""
-_HEADER, _COUNT = 6, 4
-"""Numbers before those of requests; which of them says how many requests there are."""
+_HEADER = 6
+"""Numbers before those of requests."""
 
 
 RESIDENT = 4
@@ -74,19 +75,19 @@ ROW_WORDS = len(StepRow._fields)
 
 
 class UnreadRows(Sequence[StepRow]):
-    """The requests that `words` of an announcement describe, read when they are asked for.
+    """The requests that an announcement describes, read when they are asked for.
 
     A captured decode step asks for their number alone, and the forward pass waits meanwhile: to
-    read 8 requests takes 15 us. `ProtocolError` is raised when a request is asked for and any of
-    them is out of bounds.
+    read 8 requests takes 15 us. `content` has int64 words. `ProtocolError` is raised when a request
+    is asked for and any of them is out of bounds.
     """
 
-    def __init__(self, words: Sequence[int]) -> None:
-        self._words = words
+    def __init__(self, content: bytes) -> None:
+        self._content = content
         self._rows: tuple[StepRow, ...] | None = None
 
     def __len__(self) -> int:
-        return len(self._words) // ROW_WORDS
+        return len(self._content) // (ROW_WORDS * 8)
 
     @overload
     def __getitem__(self, index: int) -> StepRow: ...
@@ -96,16 +97,17 @@ class UnreadRows(Sequence[StepRow]):
 
     def __getitem__(self, index: int | slice) -> StepRow | tuple[StepRow, ...]:
         if self._rows is None:
-            columns = [self._words[i::ROW_WORDS] for i in range(ROW_WORDS)]
+            words = memoryview(self._content).cast("q").tolist()
+            columns = [words[i::ROW_WORDS] for i in range(ROW_WORDS)]
             if not _are_sound(columns):
                 raise ProtocolError("a request of an announcement is out of bounds")
             self._rows = tuple(map(StepRow._make, zip(*columns, strict=True)))
         return self._rows[index]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepEntry:
-    """An announcement."""
+    """An announcement. Never changed, and not frozen: one more microsecond before each step."""
 
     kind: EntryKind
     step: int
@@ -123,34 +125,35 @@ class StepEntry:
 
     def words(self) -> list[int]:
         """Return the announcement as numbers, written now."""
-        words = [int(self.kind), self.step, self.variant, self.num_cold, len(self.rows)]
-        words.append(time.monotonic_ns())
-        for row in self.rows:
-            words += row
-        return words
+        now = time.monotonic_ns()
+        header = int(self.kind), self.step, self.variant, self.num_cold, len(self.rows), now
+        return [*header, *chain.from_iterable(self.rows)]
 
     @classmethod
-    def of(cls, words: Sequence[int], *, seen_ns: int = 0) -> Self:
-        """Return the announcement that `words` begin with; `ProtocolError` if there is none."""
+    def of(cls, words: memoryview, *, seen_ns: int = 0) -> Self:
+        """Return the announcement that int64 `words` begin with; they may change then.
+
+        Raises `ProtocolError` if there is none.
+        """
         if len(words) < _HEADER:
             raise ProtocolError(f"an announcement of {len(words)} numbers")
-        kind, step, variant, num_cold, count, announced_ns = words[:_HEADER]
+        number, step, variant, num_cold, count, announced_ns = words[:_HEADER].tolist()
         end = _HEADER + count * ROW_WORDS
-        is_sound = _HEADER <= end <= len(words) and kind in _KINDS
-        if not is_sound or min(step, variant, num_cold) < 0:
-            raise ProtocolError(f"announcement of step {step}: kind={kind}, {count} requests")
+        kind = _KINDS.get(number)
+        if kind is None or not _HEADER <= end <= len(words) or min(step, variant, num_cold) < 0:
+            raise ProtocolError(f"announcement of step {step}: kind={number}, {count} requests")
         return cls(
-            kind=EntryKind(kind),
+            kind=kind,
             step=step,
             variant=variant,
             num_cold=num_cold,
-            rows=UnreadRows(words[_HEADER:end]),
+            rows=UnreadRows(words[_HEADER:end].tobytes()),
             announced_ns=announced_ns,
             seen_ns=seen_ns,
         )
 
 
-_KINDS = frozenset(EntryKind)
+_KINDS = {int(kind): kind for kind in EntryKind}
 _FLAGS = frozenset((0, SLOW, RESIDENT, SLOW | RESIDENT))
 
 
@@ -217,9 +220,7 @@ class StepRing:
             return None
         seen_ns = time.monotonic_ns()
         first = number % NUM_ENTRIES * self._num_words
-        count = min(max(0, self._view[first + _COUNT]), self._max_rows)
-        words = self._view[first : first + _HEADER + ROW_WORDS * count].tolist()
-        entry = StepEntry.of(words, seen_ns=seen_ns)
+        entry = StepEntry.of(self._view[first : first + self._num_words], seen_ns=seen_ns)
         self._num = number
         reach("ring.read")
         self._flags.raise_to(CONSUMED, number)

@@ -8,6 +8,7 @@ resident sets that the engine's books name anew, weights of samples, and outputs
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 
@@ -67,7 +68,8 @@ class FarReceiver:
         elif op is Op.WANT:
             self._wanted = side.slots_of(record)
         elif op is Op.ENTRY:
-            self._begin(StepEntry.of(record.view(torch.int64, -1).tolist()))
+            words = array("q", record.view(torch.int64, -1).tolist())
+            self._begin(StepEntry.of(memoryview(words)))
         elif op is Op.END:
             self._announced.note(a)
         else:

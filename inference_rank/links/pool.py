@@ -84,7 +84,7 @@ def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes,
     elif placement.host_engine:
         homes = Homes.beside_gpu(device, here=device)
     else:
-        homes = inference_homes(device, placement.tp_size, placement.num_sharing)
+        homes = inference_homes(device, placement.tp_per_node, placement.num_sharing)
     run_dir = rank_run_dir(placement)
     return sizes, make_tensors(KEPT, model, settings, sizes, homes, run_dir)
 

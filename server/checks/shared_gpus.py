@@ -32,16 +32,17 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     if is_on_one_device():
         _check_mps(environ, f"{ONE_DEVICE_VARIABLE} with transport=shared")
         return
-    num_gpus, tp_size, count = torch.cuda.device_count(), placement.tp_size, placement.head_shards
-    num_needed = tp_size * (1 + count)
+    num_gpus, num_models = torch.cuda.device_count(), placement.tp_per_node
+    count = placement.head_shards
+    num_needed = num_models * (1 + count)
     if num_gpus < num_needed:
         raise SettingsError(
             f"transport=shared on GPUs needs one for each process, {num_needed}, {num_gpus} seen "
             "(CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, or for tests set "
             f"{ONE_DEVICE_VARIABLE}=1 under CUDA MPS"
         )
-    for model in range(tp_size):
-        first = tp_size + model * count
+    for model in range(num_models):
+        first = num_models + model * count
         # Of several engines each reads what the others' GPUs have of the pool.
         for one, other in combinations((model, *range(first, first + count)), 2):
             if not are_peers(one, other):

@@ -166,12 +166,6 @@ def check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Pl
             f"standby is for the host of the cache rank, and that at {settings.cache_rank_address} "
             "is not started here; give --standby to `tandemkv cache-rank --address` there"
         )
-    if placement.num_nodes > 1 and placement.model_device == "cuda" and placement.maps_memory:
-        raise SettingsError(
-            f"nnodes={placement.num_nodes} and cache_ranks={placement.num_cache_ranks}: over "
-            "several hosts cache ranks in processes of their own are available on CPUs only; use "
-            "--cache-ranks 0, with which each GPU keeps and searches its own KV heads"
-        )
     if placement.engines_per_rank > 1 and placement.model_device == "cuda":
         raise SettingsError(
             f"cache_ranks={placement.num_cache_ranks} and tensor_parallel={placement.tp_size}: one "

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang over two nodes with a GPU each, played on one machine, gives the tokens of ``--tp 2``.
+"""SGLang over two nodes with GPUs, played on one machine, gives the tokens of ``--tp 2``.
 
-Each node sees one of two GPUs and has a loopback address, and NCCL takes it for another host, whose
-sums come by TCP. ``TANDEMKV_TEST_DEVICE=cpu`` does the same on a CPU, by gloo.
+Each node sees one GPU, or with a cache rank of its own two, and has a loopback address. NCCL takes
+it for another host, whose sums come by TCP. ``TANDEMKV_TEST_DEVICE=cpu`` does the same on a CPU, by
+gloo.
 """
 
 from __future__ import annotations
@@ -20,13 +21,22 @@ from exactness import flush, run
 from nothing_lost import Stream, read, values, wait_for
 from random_model import make_random_model
 from rank_servers import Server, ours
-from stock_agreement import DEVICE, DTYPE, NEW_TOKENS, agreement, check, prompts_of
+from stock_agreement import (
+    DEVICE,
+    DTYPE,
+    NEW_TOKENS,
+    agreement,
+    check,
+    killed_while,
+    prompts_of,
+)
 
-pytestmark = [
-    pytest.mark.e2e,
-    *([pytest.mark.multi_gpu(2)] if DEVICE == "cuda" else []),
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+
+def needing(num_gpus: int) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.multi_gpu(num_gpus)] if DEVICE == "cuda" else []
+
 
 _SELECTION: dict[str, Any] = {"policy": "look_ahead", "dense_tokens": 0, "exact_layers": []}
 _SELECTION |= (
@@ -61,35 +71,68 @@ def of_one_node(
         yield found
 
 
-@pytest.fixture(scope="module")
-def nodes(of_one_node: list[dict[str, Any]]) -> Iterator[Nodes]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(0, marks=needing(2), id="in_process"),
+        pytest.param(1, marks=needing(4), id="cache_ranks"),
+    ],
+)
+def nodes(
+    of_one_node: list[dict[str, Any]], request: pytest.FixtureRequest
+) -> Iterator[tuple[Nodes, int]]:
+    """Two nodes, and how many cache ranks each has."""
     del of_one_node  # that server has ended: never two at a time
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    count: int = request.param
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
     near, far = (
-        {"CUDA_VISIBLE_DEVICES": visible[n], "NCCL_HOSTID": f"node{n}", "NCCL_IB_DISABLE": "1"}
+        {
+            "CUDA_VISIBLE_DEVICES": ",".join(visible[n * (1 + count) :][: 1 + count]),
+            "NCCL_HOSTID": f"node{n}",
+            "NCCL_IB_DISABLE": "1",
+        }
         for n in range(2)
     )
-    with two_nodes(_SETTINGS, processes=1, device=DEVICE, environs=(near, far)) as found:
-        yield found
+    settings = _SETTINGS | {"cache_ranks": 2 * count}
+    with two_nodes(settings, processes=1 + count, device=DEVICE, environs=(near, far)) as found:
+        yield found, count
 
 
 def check_answers(
     nodes: Nodes, prompts: list[list[int]], want: list[dict[str, Any]], what: str
 ) -> None:
+    flush(nodes.server)
     found = run(nodes.server, prompts, new_tokens=NEW_TOKENS, at_once=1)
     check(agreement(found, want), what)
 
 
 def test_tokens_are_those_of_one_node(
-    nodes: Nodes, prompts: list[list[int]], of_one_node: list[dict[str, Any]]
+    nodes: tuple[Nodes, int], prompts: list[list[int]], of_one_node: list[dict[str, Any]]
 ) -> None:
-    check_answers(nodes, prompts, of_one_node, "two nodes and one")
-    found = values(nodes.server)
-    assert found["sparse_rows_total"] > 0
-    assert found["fetched_rows_total"] > 0
-    info = nodes.server.get("/tandemkv/status")[1]["inference_rank"]["info"]
-    assert "link local" in info["placement"]
-    assert "on 2 nodes" in info["placement"]
+    both, num_cache_ranks = nodes
+    check_answers(both, prompts, of_one_node, "two nodes and one")
+    assert values(both.server)["sparse_rows_total"] > 0
+    place = both.server.get("/tandemkv/status")[1]["inference_rank"]["info"]["placement"]
+    assert ("link shared" if num_cache_ranks else "link local") in place
+    assert "on 2 nodes" in place
+    engine = both.server.values()[1 if num_cache_ranks else 0]
+    assert engine["fetched_rows_total"] > 0
+
+
+def test_requests_go_on_where_a_cache_rank_of_one_node_was_killed(
+    nodes: tuple[Nodes, int], prompts: list[list[int]]
+) -> None:
+    both, num_cache_ranks = nodes
+    if not num_cache_ranks:
+        pytest.skip("without cache ranks none is killed")
+    longest = sorted(prompts, key=len)[-1:]
+    want = run(both.server, longest, new_tokens=256, at_once=1)
+    flush(both.server)
+    found = killed_while(
+        both.server, longest, both.server.cache_rank_pid(), new_tokens=256, at_once=1
+    )
+    check(agreement(found, want), "killed")
+    assert values(both.server)["pauses_total"] == 1
 
 
 def is_ready(server: Server) -> bool:
@@ -100,29 +143,31 @@ def is_ready(server: Server) -> bool:
 
 
 def test_sglang_of_both_nodes_starts_again_if_one_dies_while_it_decodes(
-    nodes: Nodes, prompts: list[list[int]], of_one_node: list[dict[str, Any]]
+    nodes: tuple[Nodes, int], prompts: list[list[int]], of_one_node: list[dict[str, Any]]
 ) -> None:
     """NCCL's sums of the other node wait for the one that is gone."""
-    (worker,) = workers(nodes.agent.pid)
-    (scheduler,) = schedulers(worker)
-    flush(nodes.server)
+    both, _ = nodes
+    schedulers_there = [s for worker in workers(both.agent.pid) for s in schedulers(worker)]
+    (scheduler,) = schedulers_there
+    flush(both.server)
     stream = Stream()
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(read, nodes.server, prompts[0], 3000, stream)
+        future = pool.submit(read, both.server, prompts[0], 3000, stream)
         wait_for(lambda: len(stream.tokens) > 1, "nothing decodes", 60.0)
         scheduler.kill()
         future.result()
     assert stream.error
-    wait_for(lambda: not is_ready(nodes.server), "node 0 is ready", 120.0)
-    wait_for(lambda: is_ready(nodes.server), "not ready again", _READY_S)
-    check_answers(nodes, prompts, of_one_node, "after a restart")
+    wait_for(lambda: not is_ready(both.server), "node 0 is ready", 120.0)
+    wait_for(lambda: is_ready(both.server), "not ready again", _READY_S)
+    check_answers(both, prompts, of_one_node, "after a restart")
 
 
-def test_sigterm_to_the_agent_of_node_1_ends_both_nodes(nodes: Nodes) -> None:
+def test_sigterm_to_the_agent_of_node_1_ends_both_nodes(nodes: tuple[Nodes, int]) -> None:
     """The last one: it ends the server."""
-    agents, processes = nodes.agents, nodes.processes()
+    both, _ = nodes
+    agents, processes = both.agents, both.processes()
     agents[1].send_signal(signal.SIGTERM)
     for agent in agents:
         agent.wait(60.0)
     wait_for(lambda: not any(p.is_running() for p in processes), "processes are left", 10.0)
-    assert "another node has ended the server\nstopped\n" in nodes.server.log.read_text()
+    assert "another node has ended the server\nstopped\n" in both.server.log.read_text()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GPUs the processes of links ``shared`` and ``message`` use.
 
-By link ``shared`` all see the same GPUs in the same order. Inference ranks have the first ones, as
-SGLang counts them, engines the next, in the order of their inference ranks; several of one have as
-many each. Where tests have one GPU for all (`one_device`), it is the same. The handshake compares
-them by UUID, for an index means nothing to another process. By link ``message`` a rank and its pump
-have one GPU, and all of the memory that they map is that GPU's.
+By link ``shared`` all of one host see the same GPUs in the same order. Inference ranks have the
+first ones, as SGLang counts them, engines the next, in the order of their inference ranks; several
+of one have as many each. Each of several hosts counts its own. Where tests have one GPU for all
+(`one_device`), it is the same. The handshake compares them by UUID, for an index means nothing to
+another process. By link ``message`` a rank and its pump have one GPU, and all of the memory that
+they map is that GPU's.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def same_gpu(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
 def inference_homes(device: torch.device, num_before: int = 1, num_engines: int = 1) -> Homes:
     """Return where memory lies, as the inference rank on `device` sees it.
 
-    `num_before` is the number of GPUs that inference ranks have, `num_engines` that of cache ranks
-    of each. Of several the first one's is `Homes.engine`. Raises `SettingsError` if there is no GPU
-    for one of them.
+    `num_before` is the number of GPUs that inference ranks have here, `num_engines` that of cache
+    ranks of each. Of several the first one's is `Homes.engine`. Raises `SettingsError` if there is
+    no GPU for one of them.
     """
     if device.type != "cuda":
         return Homes.on_host()
@@ -76,7 +77,7 @@ def inference_homes(device: torch.device, num_before: int = 1, num_engines: int 
 def engine_homes(
     device: torch.device, rank: int = 0, num_before: int = 1, num_engines: int = 1
 ) -> Homes:
-    """Return where memory lies, as the engine of cache rank `rank` sees it.
+    """Return where memory lies, as the engine of cache rank `rank` sees it, as this host counts.
 
     The other arguments are those of `inference_homes`. Raises `SettingsError` if it is on a GPU,
     and there is none for it.

@@ -97,6 +97,11 @@ class Placement(FrozenModel):
         """Parts that the model's KV heads are in, over all inference ranks."""
         return self.tp_size * self.head_shards
 
+    @property
+    def tp_per_node(self) -> int:
+        """Parts of the model on each host."""
+        return self.tp_size // self.num_nodes
+
     def engines_of(self, node: int) -> range:
         """Return the numbers of the engines whose ranks are on `node`."""
         return self._part_of(node, self.num_engines)

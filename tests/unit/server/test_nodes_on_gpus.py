@@ -15,10 +15,14 @@ from placement_world import resolve
 from timings import A100, profile_of
 from tiny_model import write_model
 
+from tandemkv.cache_rank.process import _homes as engine_side
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.memory.shared_devices import inference_homes
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.sglang import nodes
 from tandemkv.server.checks.preflight import resolve_launch
+from tandemkv.server.checks.shared_gpus import check_shared_gpus
 from tandemkv.server.launch.sglang_command import sglang_argv, sglang_env
 from tandemkv.server.plan import constants as constants_module
 from tandemkv.server.plan.constants import write_profile
@@ -58,13 +62,53 @@ def test_a_launch_on_gpus_goes_through_all_checks(
     )
 
 
-@pytest.mark.parametrize("given", [{"cache_ranks": 4}, {"cache_ranks": 2}, {"transport": "shared"}])
-def test_cache_ranks_of_their_own_are_refused_in_words(
-    tmp_path: Path, gpus: Any, given: dict[str, Any]
+@pytest.mark.parametrize(
+    ("given", "num_here"),
+    [({"cache_ranks": 4}, 4), ({"cache_ranks": 8}, 6), ({"transport": "shared"}, 4)],
+)
+def test_cache_ranks_have_gpus_of_their_own_on_each_host(
+    tmp_path: Path, gpus: Any, given: dict[str, Any], num_here: int
 ) -> None:
-    gpus(8)
-    with pytest.raises(SettingsError, match=r"nnodes=2 and .*on CPUs only; use --cache-ranks 0"):
+    gpus(num_here)
+    settings, said = resolve(tmp_path, **MET, **given)
+    placement = settings.rank_settings.placement
+    num_engines = 2 * (num_here - 2)
+    assert (placement.link, placement.tp_per_node) == ("shared", 2)
+    assert [len(placement.engines_of(node)) for node in (0, 1)] == [num_engines // 2] * 2
+    assert "on a GPU of its own, in memory that both map" in said[0]
+    check_shared_gpus(placement)
+    gpus(num_here - 1)
+    with pytest.raises(SettingsError, match=rf"needs one for each process, {num_here}"):
+        check_shared_gpus(placement)
+    with pytest.raises(SettingsError, match=rf"needs {num_here} GPUs on each of 2 nodes"):
         resolve(tmp_path, **MET, **given)
+
+
+def test_one_cache_rank_for_several_gpus_is_refused_in_words(tmp_path: Path, gpus: Any) -> None:
+    gpus(8)
+    with pytest.raises(SettingsError, match=r"cache_ranks=2 and .* use --cache-ranks 4 or 0"):
+        resolve(tmp_path, **MET, cache_ranks=2)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_both_ranks_of_a_host_count_its_gpus_alike(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, num_engines: int
+) -> None:
+    """Numbers of cache ranks are those of all hosts, GPUs those of one."""
+    gpus(2 + 2 * num_engines)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    placement = Placement(
+        model_device="cuda", tp_size=4, num_nodes=2, head_shards=num_engines, two_gpus=True
+    )
+    for node in (0, 1):
+        here = []
+        for rank in placement.cache_ranks_of(node):
+            ours = engine_side("cuda", placement, rank)
+            theirs = inference_homes(ours.inference, placement.tp_per_node, num_engines)
+            assert theirs.with_engine(rank % num_engines).engine == ours.engine == ours.here
+            assert theirs.pools == ours.pools
+            here.append((ours.inference.index, ours.here.index))
+        assert here == [(n // num_engines, 2 + n) for n in range(2 * num_engines)]
 
 
 def test_a_host_needs_the_gpus_of_its_part(tmp_path: Path, gpus: Any) -> None:
