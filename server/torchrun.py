@@ -82,7 +82,8 @@ def torchrun(
     itself. Options and their sources are those of `tandemkv serve`.
 
     On several nodes (torchrun --nnodes M), with --tp a multiple of M: SGLang and its cache ranks
-    are on every node, and N is 1 + C / M; on GPUs C is 0. Node 0 serves requests.
+    are on every node, and N is 1 + C / M; on GPUs C is 0 by default. Node 0 serves
+    requests.
 
     Or cache ranks alone on other nodes: with all of --tp on the node of rank 0, --link-keys and
     --cache-rank-address tcp://IP:PORT[,...]. The cache rank at the first address is rank 1 of

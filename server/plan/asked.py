@@ -54,10 +54,12 @@ def asked_placement(
     from .placement_choice import check_contradictions
 
     if settings.nnodes > 1:
+        count = settings.cache_ranks or 0
         raise SettingsError(
             f"nnodes={settings.nnodes}: plan knows no network between hosts; leave it out. With "
-            f"--gpus {settings.tensor_parallel} --tp {settings.tensor_parallel} --cache-ranks 0 "
-            "the memory of each GPU is the same, and the times are those of one host"
+            f"--gpus {settings.tensor_parallel + count} --tp {settings.tensor_parallel} "
+            f"--cache-ranks {count} the memory of each GPU is the same, and the times are those of "
+            "one host"
         )
     check_model(settings, spec, {})
     check_channels(settings.selection, spec)

@@ -68,11 +68,15 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Whether it is the reference."""
         return self.system == "sglang" and self.policy == DENSE
 
+    @property
+    def num_selecting(self) -> int:
+        """Layers that do not attend to everything, windowed ones aside."""
+        return self.num_layers - len({*self.exact_layers, *self.windowed_layers})
+
     def attended_share(self, share_elsewhere: float) -> float:
-        """Share over all other layers, given that of layers that are not exact."""
-        exact = len(set(self.exact_layers) - set(self.windowed_layers))
+        """Share over all layers that have no window, given that of `num_selecting`."""
         num_layers = self.num_layers - len(self.windowed_layers)
-        return (exact + (num_layers - exact) * share_elsewhere) / num_layers
+        return 1.0 - self.num_selecting * (1.0 - share_elsewhere) / num_layers
 
 
 class Budget(NamedTuple):

@@ -113,9 +113,10 @@ def summarise(described: Mapping[str, Any], runs: Runs) -> Summary:
         left_out += [f"{configuration.slug}: {name}" for name in known if name not in own]
         kept.append((configuration, own))
     dense = next((results for configuration, results in kept if configuration.is_dense), {})
+    heads = described["num_kv_heads"]
     row_bytes = 2 * described["head_dim"] * _ITEM_BYTES.get(described["dtype"], 4)
     rows = [
-        _row(configuration, results, dense, tasks, row_bytes)
+        _row(configuration, results, dense, tasks, row_bytes, heads)
         for configuration, results in kept
         if results
     ]
@@ -130,6 +131,7 @@ def _row(
     dense: Mapping[str, TaskResult],
     tasks: Mapping[str, Mapping[str, Any]],
     row_bytes: int,
+    num_kv_heads: int,
 ) -> Row:
     moved = [r.fetched_rows_per_step for r in results.values() if r.fetched_rows_per_step]
     nothing = 0.0 if configuration.system == "tandemkv" else None
@@ -140,7 +142,13 @@ def _row(
         moved_rows=mean_moved,
         moved_kib=None if mean_moved is None else mean_moved * row_bytes / 1024,
         scores={
-            name: _score(configuration, result, dense.get(name), tasks[name]["measure"])
+            name: _score(
+                configuration,
+                result,
+                dense.get(name),
+                measure=tasks[name]["measure"],
+                share=_share(configuration, result, num_kv_heads),
+            )
             for name, result in results.items()
         },
     )
@@ -156,8 +164,9 @@ class _Figures(NamedTuple):
 
 
 def _score(
-    configuration: Configuration, result: TaskResult, dense: TaskResult | None, measure: str
-) -> Score:
+    configuration: Configuration, result: TaskResult, dense: TaskResult | None, *, measure: str,
+    share: float | None,
+) -> Score:  # fmt: skip
     pairs = _pairs(result, None if configuration.is_dense else dense)
     if measure == "mass":
         found = _mass(configuration, result)
@@ -176,7 +185,7 @@ def _score(
         change=change and change.mean,
         change_low=change and change.low,
         change_high=change and change.high,
-        attended_share=_share(configuration, result),
+        attended_share=share,
         details=dict(found.details),
         items=[round(item, 5) for item in found.items],
     )
@@ -251,14 +260,17 @@ def _by_group(by_layer: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _share(configuration: Configuration, result: TaskResult) -> float | None:
+def _share(configuration: Configuration, result: TaskResult, num_kv_heads: int) -> float | None:
     if configuration.attended_tokens is None:
         return 1.0
     if result.attended_share is None:
         return None
-    share, context = result.attended_share, result.counters.get("inference.context_tokens_total")
-    if configuration.remote_tokens and context and result.request_steps:
-        share += configuration.remote_tokens * result.request_steps / context
+    counters, share = result.counters, result.attended_share
+    context = counters.get("inference.context_tokens_total")
+    if configuration.remote_tokens and context:
+        # By all cache ranks, each for its heads.
+        there = counters.get("cache.attended_by_policy_total", 0.0)
+        share += there / (num_kv_heads * configuration.num_selecting) / context
     return configuration.attended_share(min(1.0, share))
 
 

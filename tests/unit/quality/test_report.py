@@ -169,10 +169,17 @@ def test_tokens_attended_to_on_the_cache_rank_count_in_the_share() -> None:
         system="tandemkv", policy="lfps", budget="512", attended_tokens=30, num_layers=10,
         remote_tokens=20,
     )  # fmt: skip
-    counters = {"inference.context_tokens_total": 400.0}
+    counters = {
+        "inference.context_tokens_total": 400.0,  # 4 steps of 100
+        # To 5 of at most 20 in each step, layer and KV head, by two cache ranks together.
+        "cache.attended_by_policy_total": 4.0 * 10 * 5 * DESCRIBED["num_kv_heads"],
+    }
     one = result("perplexity", nlls(2.0), attended_share=0.1, request_steps=4.0, counters=counters)
     (row,) = summarise(DESCRIBED, [(there, {"perplexity": one})]).rows
-    assert row.scores["perplexity"].attended_share == pytest.approx(0.1 + 20 / 100)
+    assert row.scores["perplexity"].attended_share == pytest.approx(0.1 + 5 / 100)
+    one = msgspec.structs.replace(one, counters={"inference.context_tokens_total": 400.0})
+    (row,) = summarise(DESCRIBED, [(there, {"perplexity": one})]).rows
+    assert row.scores["perplexity"].attended_share == pytest.approx(0.1)
 
 
 def test_mass_by_groups_of_layers() -> None:
