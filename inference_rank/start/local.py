@@ -320,7 +320,12 @@ def full_backend(runner: Any) -> Any:
         return TritonAttnBackend(runner)
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-    return FlashInferAttnBackend(runner, init_new_workspace=True)
+    backend = FlashInferAttnBackend(runner, init_new_workspace=True)
+    # `_for_text` has told SGLang that no model reads images. Stock computes the prompts of those
+    # that do by its paged kernel, whose sums are not the other one's, and so do we.
+    config = runner.model_config
+    backend.is_multimodal = config.hf_config is not config.hf_text_config
+    return backend
 
 
 def local_model_spec(runner: Any) -> ModelSpec:

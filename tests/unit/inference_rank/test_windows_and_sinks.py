@@ -130,20 +130,34 @@ def test_layers_of_linear_attention_have_no_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sinks", "window", "module"),
-    [(False, None, "flashinfer"), (True, None, "triton"), (False, 511, "triton")],
+    ("sinks", "window", "reads_images", "module"),
+    [
+        (False, None, False, "flashinfer"),
+        (False, None, True, "flashinfer"),
+        (True, None, False, "triton"),
+        (False, 511, True, "triton"),
+    ],
 )
 def test_a_gpu_has_a_backend_for_what_the_model_has(
-    sinks: bool, window: int | None, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sinks: bool, window: int | None, reads_images: bool, module: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """FlashInfer's is told of images, for stock computes prompts by another kernel then."""
     for name, kind in (("flashinfer", "FlashInferAttnBackend"), ("triton", "TritonAttnBackend")):
         path = f"sglang.srt.layers.attention.{name}_backend"
-        backend = types.SimpleNamespace(**{kind: lambda *_, name=name, **__: name})
+        made = types.SimpleNamespace(name=name, is_multimodal=None)
+        backend = types.SimpleNamespace(**{kind: lambda *_, made=made, **__: made})
         monkeypatch.setitem(sys.modules, path, backend)  # which import what needs a GPU
     model = types.SimpleNamespace(has_sinks=sinks)
     monkeypatch.setattr(local, "architecture_of", lambda _: model)
-    runner = types.SimpleNamespace(device="cuda:0", sliding_window_size=window, model=None)
-    assert local.full_backend(runner) == module
+    whole, text = object(), object()
+    config = types.SimpleNamespace(hf_config=whole, hf_text_config=text if reads_images else whole)
+    runner = types.SimpleNamespace(
+        device="cuda:0", sliding_window_size=window, model=None, model_config=config
+    )
+    found = local.full_backend(runner)
+    assert found.name == module
+    assert found.is_multimodal == (reads_images if module == "flashinfer" else None)
 
 
 class Args:
