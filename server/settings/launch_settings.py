@@ -92,8 +92,8 @@ class ServeSettings(BaseModel):
         ge=1,
         le=64,
         description="Hosts that the model is split over, with as many processes of --tp on each; "
-        "on GPUs with the cache in SGLang's processes unless --cache-ranks is given. Every one is "
-        "started with the same settings, but for --node-rank.",
+        "on GPUs without cache ranks unless they are asked for. Every one is started with the same "
+        "settings, but for --node-rank.",
     )
     node_rank: int = Field(
         0, ge=0, le=63, description="Number of this host, of --nnodes; 0 is the one with HTTP."
