@@ -22,6 +22,8 @@ from .messages import CODEC, MAX_FRAME_BYTES, Codec, Message, Refused
 _HIGH_WATER = 1024
 _SEND_TIMEOUT_MS = 50
 _PID_BYTES = 32
+_LOOK_S = 0.1
+"""Longest time that `server_pid` of another process holds the lock that it looks at."""
 _MAX_CONNECTIONS_WAITING = 64
 ZAP_DOMAIN = b"tandemkv"
 
@@ -154,7 +156,7 @@ def server_pid(path: Path) -> int | None:
     except OSError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others who look may have it as well
     except OSError:
         text = os.read(handle, _PID_BYTES).decode("ascii", errors="replace")
         return int(text) if text.isdecimal() else 0
@@ -207,14 +209,20 @@ def take_lock(path: Path) -> int:
         handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise CacheRankError(f"cannot lock {path}: {error}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.close(handle)
-        raise CacheRankError(
-            f"{path}: another live process serves it; stop that one or give another --run-dir"
-        ) from error
+    deadline = time.monotonic() + _LOOK_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(0.001)
+                continue
+            with contextlib.suppress(OSError):
+                os.close(handle)
+            raise CacheRankError(
+                f"{path}: another live process serves it; stop that one or give another --run-dir"
+            ) from error
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ from tandemkv.cache_rank import process
 from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.process import run_cache_rank
 from tandemkv.cache_rank.protocol.control import ControlServer
-from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankError,
+    SettingsError,
+    UnsupportedModelError,
+)
 from tandemkv.cache_rank.protocol.heartbeat import request_status
-from tandemkv.cache_rank.protocol.ipc import server_pid
+from tandemkv.cache_rank.protocol.ipc import server_pid, take_lock
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
@@ -185,3 +190,32 @@ def test_a_standby_takes_its_turn_when_the_other_ends(tmp_path):
     turn.join(5.0)
     assert not turn.is_alive()
     assert server_pid(run_dir.control_socket) is None
+
+
+def test_who_looks_for_a_server_is_not_taken_for_one(tmp_path):
+    """A standby that looks would keep another process from its start, or take a looker for it."""
+    path, stop, seen = tmp_path / "x.sock", threading.Event(), []
+    os.close(take_lock(path))  # there is a file to look at
+
+    def look():
+        while not stop.is_set():
+            seen.append(server_pid(path))
+            time.sleep(0.001)
+
+    lookers = [threading.Thread(target=look) for _ in range(3)]
+    try:
+        for looker in lookers:
+            looker.start()
+        time.sleep(0.1)
+        assert set(seen) == {None}
+        for _ in range(200):
+            os.close(take_lock(path))
+    finally:
+        stop.set()
+        for looker in lookers:
+            looker.join()
+    assert set(seen) <= {None, 0, os.getpid()}  # 0: a lock without a number yet
+    handle = take_lock(path)
+    with pytest.raises(CacheRankError, match="another live process serves it"):
+        take_lock(path)
+    os.close(handle)
