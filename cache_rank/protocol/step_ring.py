@@ -131,7 +131,7 @@ class StepEntry:
 
     @classmethod
     def of(cls, words: memoryview, *, seen_ns: int = 0) -> Self:
-        """Return the announcement that int64 `words` begin with; they may change then.
+        """Return the announcement that int64 `words` begin with, which may change afterwards.
 
         Raises `ProtocolError` if there is none.
         """

@@ -311,6 +311,7 @@ def full_backend(runner: Any) -> Any:
 
     FlashInfer's takes no sinks, and with windows it is wrong in SGLang 0.5.17: prompts without a
     prefix have none, and behind a prefix full layers read new tokens before these are written.
+    Raises `ContractError` if FlashInfer's cannot be told that a model reads images.
     """
     if torch.device(runner.device).type == "cpu":
         return NativeAttention(runner)
@@ -323,6 +324,8 @@ def full_backend(runner: Any) -> Any:
     backend = FlashInferAttnBackend(runner, init_new_workspace=True)
     # `_for_text` has told SGLang that no model reads images. Stock computes the prompts of those
     # that do by its paged kernel, whose sums are not the other one's, and so do we.
+    if not hasattr(backend, "is_multimodal"):
+        raise ContractError("SGLang's FlashInferAttnBackend has no is_multimodal")
     config = runner.model_config
     backend.is_multimodal = config.hf_config is not config.hf_text_config
     return backend

@@ -267,7 +267,7 @@ def _share(configuration: Configuration, result: TaskResult, num_kv_heads: int) 
         return None
     counters, share = result.counters, result.attended_share
     context = counters.get("inference.context_tokens_total")
-    if configuration.remote_tokens and context:
+    if configuration.remote_tokens and context and configuration.num_selecting:
         # By all cache ranks, each for its heads.
         there = counters.get("cache.attended_by_policy_total", 0.0)
         share += there / (num_kv_heads * configuration.num_selecting) / context

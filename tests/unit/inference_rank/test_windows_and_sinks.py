@@ -158,6 +158,10 @@ def test_a_gpu_has_a_backend_for_what_the_model_has(
     found = local.full_backend(runner)
     assert found.name == module
     assert found.is_multimodal == (reads_images if module == "flashinfer" else None)
+    if module == "flashinfer":
+        del found.is_multimodal
+        with pytest.raises(ContractError, match="no is_multimodal"):
+            local.full_backend(runner)
 
 
 class Args:

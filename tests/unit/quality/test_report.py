@@ -180,6 +180,9 @@ def test_tokens_attended_to_on_the_cache_rank_count_in_the_share() -> None:
     one = msgspec.structs.replace(one, counters={"inference.context_tokens_total": 400.0})
     (row,) = summarise(DESCRIBED, [(there, {"perplexity": one})]).rows
     assert row.scores["perplexity"].attended_share == pytest.approx(0.1)
+    all_exact = msgspec.structs.replace(there, exact_layers=list(range(10)))
+    (row,) = summarise(DESCRIBED, [(all_exact, {"perplexity": one})]).rows
+    assert row.scores["perplexity"].attended_share == 1.0
 
 
 def test_mass_by_groups_of_layers() -> None:
