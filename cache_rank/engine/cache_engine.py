@@ -37,7 +37,7 @@ from .policy_calls import PolicyCalls
 from .query_windows import DeviceQueryWindows
 from .seeder import Seeder
 from .selection_probe import SelectionProbe
-from .stress import StressSigns
+from .stress import Stress
 
 NUM_LANES = 2
 """Layers that are selected for at once: what waits in one overlaps what computes in the other.
@@ -88,8 +88,9 @@ class CacheEngine:
             batch=self.batch,
         )  # fmt: skip
         self._windows = None if composition.selects else self._make_windows(policy)
-        is_stressed = settings.stress_selection
-        self._stress = StressSigns(model, device, pools.shard) if is_stressed else None
+        self._stress: Stress | None = None
+        if settings.stress_selection:
+            self._stress = Stress(model, device, pools.shard, max_batch=max_batch)
         self._make_scratch(max_batch, may_repeat=composition.selects)
         # What sources chose, for those that follow; without scores it is best first.
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -282,6 +283,8 @@ class CacheEngine:
         num_layers = len(self.program.selecting) if selects else 0
         counted = num_layers if slow is None else 0
         self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=counted)
+        if self._stress is not None:
+            self._stress.begin_step(self.batch.step, self.batch.positions[: len(rows)])
         if slow is not None:
             # Without dense attention while all fits, empty slots are filled in each step.
             fills_others = not self._selection.dense_while_fits
@@ -328,7 +331,11 @@ class CacheEngine:
 
     def choose_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         """See `Engine.choose_ahead`."""
-        self.choose(layer, self._predict(layer, hidden, self.batch.positions[: len(hidden)]))
+        size = len(hidden)
+        positions = self.batch.positions[:size]
+        if self._stress is not None:
+            positions = self._stress.positions(size)
+        self._choose(layer, self._predict(layer, hidden, positions), is_predicted=True)
 
     def choose_late(self, layer: int, hidden: torch.Tensor) -> None:
         """See `Engine.choose_late`."""
@@ -338,14 +345,17 @@ class CacheEngine:
 
     def choose(self, layer: int, query: torch.Tensor) -> None:
         """See `Engine.choose`."""
+        self._choose(layer, query, is_predicted=False)
+
+    def _choose(self, layer: int, query: torch.Tensor, *, is_predicted: bool) -> None:
         size, batch, selection = len(query), self.batch, self._selection
         lane, (hi, _) = self.lane_of(layer), self._ends_of(layer)
         if self._windows is not None:
             query = self._windows.push_and_predict(
                 self._place_of[layer], batch.rows[:size], query, batch.positions[:size]
             )
-        if self._stress is not None:
-            query = self._stress.apply(query, batch.step)
+        if self._stress is not None and not is_predicted:
+            query = self._stress.flipped(query)
         self._order.await_choice()
         if self._calls.composition.selects:
             if self._calls.observes:

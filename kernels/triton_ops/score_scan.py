@@ -115,6 +115,23 @@ def bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE: tl.c
 
 
 @triton.jit
+def _load_keys(keys, dim, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows of keys, each from its address on."""
+    if DIM == BLOCK_D:
+        return tl.load(keys + dim[None, :], eviction_policy="evict_first")
+    else:
+        return tl.load(keys + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_scales(head, page, stride, dim, DIM: tl.constexpr):
+    """Load the scales of a page's low and high nibbles."""
+    at = head + page.to(tl.int64) * stride + dim
+    low = tl.load(at, mask=dim < DIM, other=0.0)
+    return low, tl.load(at + DIM, mask=dim < DIM, other=0.0)
+
+
+@triton.jit
 def scan_kernel(
     q, k_pool, k_scale, channels, slots, lo, hi, active, out, logits, tile_max, split_lse, zero_dot,
     factor, width, num_heads, num_splits, out_width, scratch_width, scratch_tiles,
@@ -125,13 +142,17 @@ def scan_kernel(
     BLOCK_G: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr, ROUND: tl.constexpr, DOT: tl.constexpr, USE_ASM: tl.constexpr,
-    PRECISION: tl.constexpr, CODED: tl.constexpr,
+    PRECISION: tl.constexpr, CODED: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Score one part of one KV head's candidates.
 
     ``max_logit`` and ``mean_logit`` go to `out`; ``softmax_mean`` leaves relative logits, or
     codes of their exponentials, and the sums that the second pass turns into scores. BLOCK_D
     covers a key, or half of an int4 one, and DIM is how much of it there is.
+
+    A product has eight columns at least. Where a group has four query heads at most, they stand
+    there twice, and with HALVES of 2 a tile's second half keeps the second four: what is done for
+    each element of a product is done for half as many.
     """
     # Heads run fastest: keys of one token are neighbours in memory.
     head = tl.program_id(0) % num_heads
@@ -144,8 +165,12 @@ def scan_kernel(
     first = first_tile + (split * num_tiles) // num_splits
     last = first_tile + ((split + 1) * num_tiles) // num_splits
 
-    member, dim, row = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    in_group = member < GROUP
+    rows: tl.constexpr = BLOCK_N // HALVES
+    column, dim, row = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, rows)
+    member, begin_row = column, tl.zeros([BLOCK_G], tl.int32)
+    if HALVES == 2:
+        member, begin_row = column % PAD_G, column // PAD_G * rows
+    in_group, is_kept = member < GROUP, column < HALVES * PAD_G
     base = req.to(tl.int64) * num_heads + head
     table = slots + req.to(tl.int64) * slots_stride_b
     k_head = k_pool + head.to(tl.int64) * k_stride_h
@@ -183,7 +208,7 @@ def scan_kernel(
             constant = tl.dot(tl.load(at + DIM, mask=mask, other=0.0).to(DOT), high_q, constant)
             tl.store(
                 zero_dot + (base * scratch_tiles + index)[:, None] * PAD_G + member[None, :],
-                constant * unit[None, :], mask=is_page[:, None] & (member < PAD_G)[None, :],
+                constant * unit[None, :], mask=is_page[:, None] & (column < PAD_G)[None, :],
             )  # fmt: skip
         tl.debug_barrier()  # other threads of this program read it below
         high = high * _HIGH
@@ -198,6 +223,8 @@ def scan_kernel(
     total = tl.zeros([BLOCK_G], tl.float32)
     # Read one tile ahead: an index in the pipeline would take half of its stages from the keys.
     following = tl.load(table + first * BLOCK_N // PAGE, mask=first < last, other=0)
+    if KIND == "int4":
+        scales = _load_scales(scale_head, following, scale_stride_s, dim, DIM)
     for tile in tl.range(first, last, num_stages=STAGES):
         start = tile * BLOCK_N
         position = start + row
@@ -217,14 +244,9 @@ def scan_kernel(
             pages = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
             token = pages * PAGE + position % PAGE
             keys = k_head + token[:, None] * k_stride_s
-        if DIM == BLOCK_D:
-            k = tl.load(keys + dim[None, :], eviction_policy="evict_first")
-        else:
-            k = tl.load(keys + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+        k = _load_keys(keys, dim, DIM, BLOCK_D)
         if KIND == "int4":
-            at = scale_head + page * scale_stride_s
-            low_scale = tl.load(at + dim, mask=dim < DIM, other=0.0).to(ROUND)[:, None]
-            high_scale = tl.load(at + DIM + dim, mask=dim < DIM, other=0.0).to(ROUND)[:, None]
+            low_scale, high_scale = scales[0].to(ROUND)[:, None], scales[1].to(ROUND)[:, None]
             constant = tl.load(
                 zero_dot + (base * scratch_tiles + start // PAGE) * PAD_G + member,
                 mask=member < PAD_G, other=0.0,
@@ -234,6 +256,14 @@ def scan_kernel(
             high_q = _swap((high * high_scale).to(DOT), BLOCK_D, BLOCK_G, USE_ASM)
             acc = tl.dot(low_k, low_q)
             acc = tl.dot(high_k, high_q, acc)
+            if HALVES == 2:
+                k = _load_keys(keys + rows * k_stride_n, dim, DIM, BLOCK_D)
+                low_k, high_k = _widen_int4(k, USE_ASM, DOT)
+                second = tl.dot(low_k, low_q)
+                second = tl.dot(high_k, high_q, second)
+                acc = tl.where((begin_row == 0)[None, :], acc, second)
+            # For the next tile: words of two bytes are not loaded by the pipeline.
+            scales = _load_scales(scale_head, following, scale_stride_s, dim, DIM)
             x = acc * code_unit[None, :] + constant[None, :]
         elif KIND == "int8":
             if PAGE % BLOCK_N == 0:
@@ -245,7 +275,8 @@ def scan_kernel(
             x = tl.dot(k.to(DOT), query, input_precision=PRECISION) * unit[None, :]
         if POOLING == "softmax_mean":
             if (start < begin) | (start + BLOCK_N > end):
-                x = tl.where(seen[:, None], x, float("-inf"))
+                place = position[:, None] + begin_row[None, :]
+                x = tl.where((place >= begin) & (place < end), x, float("-inf"))
             top = tl.max(x, 0)
             top = tl.where(top == float("-inf"), 0.0, top)
             x = x - top[None, :]
@@ -254,13 +285,11 @@ def scan_kernel(
             if CODED:
                 kept = encode_share(share, USE_ASM)
             tile_logits = logits + (base * scratch_width + start) * PAD_G
+            place = row[:, None] + begin_row[None, :]
+            tl.store(tile_logits + (place * PAD_G + member[None, :]), kept, mask=is_kept[None, :])
             tl.store(
-                tile_logits + (row[:, None] * PAD_G + member[None, :]), kept,
-                mask=(member < PAD_G)[None, :],
-            )  # fmt: skip
-            tl.store(
-                tile_max + (base * scratch_tiles + tile) * PAD_G + member, top,
-                mask=member < PAD_G,
+                tile_max + (base * scratch_tiles + tile * HALVES) * PAD_G + column, top,
+                mask=is_kept,
             )  # fmt: skip
             peak = tl.maximum(largest, top)
             total = total * tl.exp2(largest - peak) + tl.sum(share, 0) * tl.exp2(top - peak)
@@ -272,10 +301,15 @@ def scan_kernel(
                 pooled = tl.sum(tl.where(in_group[None, :], x, 0.0), 1) / GROUP
             tl.store(out + base * out_width + position, pooled, mask=seen)
     if POOLING == "softmax_mean":
+        sums = largest + tl.log2(total)
+        if HALVES == 2:
+            parts = tl.reshape(sums, [HALVES, PAD_G])
+            peak = tl.maximum(tl.max(parts, 0), -1e30)  # finite where both are -inf: no NaN
+            sums = peak + tl.log2(tl.sum(tl.exp2(parts - peak[None, :]), 0))
+            column = tl.arange(0, PAD_G)
         tl.store(
-            split_lse + (base * num_splits + split) * PAD_G + member, largest + tl.log2(total),
-            mask=member < PAD_G,
-        )  # fmt: skip
+            split_lse + (base * num_splits + split) * PAD_G + column, sums, mask=column < PAD_G
+        )
 
 
 @triton.jit

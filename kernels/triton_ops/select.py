@@ -45,8 +45,8 @@ _SELECT_REGISTERS, _SHORT_LIST = 128, 4096
 # sample one by one: 14.7 us instead of 10.1 at 8 x 64K. A sample of 8192 takes as long either way.
 _SPLITS = 64
 # Heads of few candidates take smaller samples than the longest may need, down to this one: at
-# 8 x 64K one of 4096 takes 10.2 us, and one of 8192, of a context of 96K, 14.0 (H200).
-_LEAST_SAMPLE = 2048
+# 8 x 96K one of 8192 takes 13.3 us, one of 4096 9.6, and one of 2048 7.5 (H200).
+_LEAST_SAMPLE = 1024
 _COLUMNS = 128  # as many as threads; a block is a multiple of it
 # Measured on an H200, 8 x 64K, with logits: 19.0 us; 22.6 with as many registers as it takes.
 _FILTER_PROGRAMS, _FILTER_REGISTERS = 2048, 64
@@ -129,13 +129,13 @@ def _choose(
         "BLOCK_N": scanned.block_n, "CODED": scanned.is_coded,
     }  # fmt: skip
     chained = is_chained(out.device)
-    sample, splits = topk.sample_of(width), triton.next_power_of_2(scanned.num_splits)
+    sample, splits = topk.sample_of(width, k), triton.next_power_of_2(scanned.num_splits)
     levels = max(1, (sample // _LEAST_SAMPLE).bit_length())
     bound_kernel[(num_rows,)](
         *ranges, scanned.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
         **flags, CAPACITY=capacity, BLOCK_S=splits, SAMPLE=sample, LEVELS=levels,
-        PER_SAMPLE=topk.POSITIONS_PER_SAMPLE, BLOCK_P=min(splits, _SPLITS),
+        PER_SAMPLE=topk.positions_per_sample(k), BLOCK_P=min(splits, _SPLITS),
         CHAINED=chained, num_warps=_BOUND_WARPS if sample < topk.MAX_SAMPLE else 16,
     )  # fmt: skip
     found = (scanned.logits, buffers.tile_max, scratch.head_lse, lists)

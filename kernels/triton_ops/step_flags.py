@@ -73,9 +73,9 @@ def _raise_kernel(
     flags, num_flags, step, lost, stamp,
     HAS_STAMP: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    at = tl.arange(0, BLOCK)
+    at, number = tl.arange(0, BLOCK), tl.load(step)
     follow(CHAINED)
-    number, is_lost = tl.load(step), tl.load(lost)
+    is_lost = tl.load(lost)
     if HAS_STAMP:
         is_missing = tl.load(stamp) - number < 0
         tl.store(lost, number, mask=is_missing & (is_lost == 0))

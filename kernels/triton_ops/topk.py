@@ -27,8 +27,11 @@ from tandemkv.kernels.triton_ops.topk_search import (
 
 MIN_CAPACITY, MAX_CAPACITY = 4096, 16384
 MIN_SAMPLE, MAX_SAMPLE = 1024, 16384
-# Not 16: 64K of prompt with some room for answers still take 4096, in half of the registers.
-POSITIONS_PER_SAMPLE = 17
+# Candidates of which one is sampled, where k is a small part of the list, and else: what reaches
+# the bound then fits into it in all but some of a million selections. Not 32 and 16: 64K of prompt
+# with some room for answers still take 2048 and 4096, in half of the registers.
+POSITIONS_PER_SAMPLE = (36, 17)
+_SMALL_PART = 4
 _NUM_WARPS = 8
 _BLOCK = 2048  # scores that one program of the filter takes at a time
 _FILTER_PROGRAMS = 2048  # about two waves of the filter on a GPU of 132 multiprocessors
@@ -39,9 +42,14 @@ def capacity_of(k: int) -> int:
     return min(MAX_CAPACITY, max(MIN_CAPACITY, triton.next_power_of_2(2 * k)))
 
 
-def sample_of(width: int) -> int:
-    """Return how many of at most `width` candidates a bound is derived from."""
-    sample = triton.next_power_of_2(width // POSITIONS_PER_SAMPLE)
+def positions_per_sample(k: int) -> int:
+    """Return of how many candidates one is sampled, to find a bound for the best `k`."""
+    return POSITIONS_PER_SAMPLE[0 if _SMALL_PART * k <= capacity_of(k) else 1]
+
+
+def sample_of(width: int, k: int) -> int:
+    """Return how many of at most `width` candidates a bound for the best `k` is derived from."""
+    sample = triton.next_power_of_2(width // positions_per_sample(k))
     return min(MAX_SAMPLE, max(MIN_SAMPLE, sample))
 
 
@@ -296,7 +304,7 @@ def topk_positions(
     if width > capacity:
         _sample_kernel[(num_rows,)](
             scores, *bounds, scratch, num_heads, width, k, *scores.stride(), scratch.stride(0),
-            **flags, SAMPLE=sample_of(width), num_warps=_NUM_WARPS,
+            **flags, SAMPLE=sample_of(width, k), num_warps=_NUM_WARPS,
         )  # fmt: skip
         parts = min(triton.cdiv(width, _BLOCK), max(1, _FILTER_PROGRAMS // num_rows))
         _filter_kernel[(num_rows, parts)](

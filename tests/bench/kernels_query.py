@@ -52,10 +52,11 @@ def main() -> None:
             (args.tokens, HIDDEN, HEADS, DIM), torch.bfloat16, "cuda", has_bias=False, has_norm=True
         )
         layers.append(with_int8(given) if args.kind == "int8" else given)
-    first = triton_query.TILES[args.kind]
+    name = "int8 alone" if args.chained and args.kind == "int8" else args.kind
+    first = triton_query.TILES[name]
     parsed = [[None if x == "none" else int(x) for x in item.split(",")] for item in args.tiles]
     for tiles in [first, *(triton_query.Tiles(*item) for item in parsed), first]:
-        triton_query.TILES[args.kind] = tiles
+        triton_query.TILES[name] = tiles
         check(layers[0], args.kind)
         times = replay_times(
             lambda: [predict_query(*given) for given in layers], args.replays, args.layers

@@ -2,8 +2,8 @@
 """SGLang over two nodes with GPUs, played on one machine, gives the tokens of ``--tp 2``.
 
 Each node sees one GPU, or with a cache rank of its own two, and has a loopback address. NCCL takes
-it for another host, whose sums come by TCP. ``TANDEMKV_TEST_DEVICE=cpu`` does the same on a CPU, by
-gloo.
+it for another host, whose sums come by TCP. With ``TANDEMKV_ONE_DEVICE=apart`` under CUDA MPS a
+cache rank is on its model's GPU. ``TANDEMKV_TEST_DEVICE=cpu`` does the same on a CPU, by gloo.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from stock_agreement import (
     prompts_of,
 )
 
+from tandemkv.cache_rank.protocol.memory.one_device import is_on_one_device
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
@@ -50,6 +52,7 @@ _SETTINGS = {
     "sglang_args": ["--sampling-backend", "pytorch", "--grammar-backend", "none"],
 }
 _READY_S = 600.0
+_GPUS_APART = 2 if is_on_one_device() else 4
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def of_one_node(
     scope="module",
     params=[
         pytest.param(0, marks=needing(2), id="in_process"),
-        pytest.param(1, marks=needing(4), id="cache_ranks"),
+        pytest.param(1, marks=needing(_GPUS_APART), id="cache_ranks"),
     ],
 )
 def nodes(
@@ -85,9 +88,10 @@ def nodes(
     del of_one_node  # that server has ended: never two at a time
     count: int = request.param
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    each = _GPUS_APART // 2 if count else 1
     near, far = (
         {
-            "CUDA_VISIBLE_DEVICES": ",".join(visible[n * (1 + count) :][: 1 + count]),
+            "CUDA_VISIBLE_DEVICES": ",".join(visible[n * each :][:each]),
             "NCCL_HOSTID": f"node{n}",
             "NCCL_IB_DISABLE": "1",
         }

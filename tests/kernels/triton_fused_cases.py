@@ -108,7 +108,7 @@ def test_heads_of_few_candidates_take_smaller_samples(monkeypatch: pytest.Monkey
     lo, hi = tensor([4, 4, 4]), tensor([604, 304, 204])
 
     def bounds(per_sample: int, least: int) -> torch.Tensor:
-        monkeypatch.setattr(triton_topk, "POSITIONS_PER_SAMPLE", per_sample)
+        monkeypatch.setattr(triton_topk, "POSITIONS_PER_SAMPLE", (0, per_sample))
         monkeypatch.setattr(triton_topk, "MIN_SAMPLE", least)
         monkeypatch.setattr(triton_select, "_LEAST_SAMPLE", least)
         scratch = filled_scratch(3, 4, 2, 640, 20)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_world import DIM, HEADS, LAYERS, MODEL, QUERY_HEADS, World
+from engine_world import CONTEXT, DIM, HEADS, LAYERS, MODEL, QUERY_HEADS, World
 
 from tandemkv.cache_rank.calibration.resolve import Resolved
 from tandemkv.cache_rank.engine import factory
@@ -263,21 +263,30 @@ def test_pages_too_short_for_int4() -> None:
         World(index_dtype="int4", page_size=1)
 
 
-def test_stress_moves_all_it_may() -> None:
+@pytest.mark.parametrize("is_predicted", [True, False], ids=["predicted", "own"])
+def test_stress_moves_all_it_may(is_predicted: bool) -> None:
+    """Of queries that stay the same; what is predicted depends on where it is predicted for."""
     world = World(index_dtype="native")
     world.settings = world.settings.model_copy(update={"stress_selection": True})
     world.rank = world.make()
+    turned = torch.randn((CONTEXT, QUERY_HEADS, DIM), generator=world.generator)
+    world.rank._predict = lambda _layer, _hidden, positions: turned[positions]
     world.prefill(1, 220)
-    hidden = torch.ones((1, QUERY_HEADS * DIM))
-    changed = []
+    changed, asked = [], set()
     for step in range(1, 6):
         before = world.rank._mirror.positions.clone()
         world.rank.begin_step()
         world.rank.begin_decode(torch.tensor([1]), torch.tensor([220 + step]), world.table)
-        world.rank.choose_ahead(1, hidden)
+        if is_predicted:
+            world.rank.choose_ahead(1, torch.ones((1, QUERY_HEADS * DIM)))
+            asked.add(int(world.rank._stress.positions(1)))
+            assert 0 <= min(asked) <= max(asked) < 220 + step
+        else:
+            world.rank.choose(1, torch.ones((1, QUERY_HEADS, DIM)))
         world.rank.fetch(1, 1)
         changed.append(int((world.rank._mirror.positions != before).sum()))
     assert min(changed) == HEADS * 8
+    assert not is_predicted or len(asked) == 5
 
 
 def test_only_every_nth_step_selects() -> None:
