@@ -16,7 +16,6 @@ from tandemkv.kernels.score import (
     ScoreScratch,
     make_score_scratch,
 )
-from tandemkv.kernels.streams import may_chain
 from tandemkv.kernels.triton_ops.score_scan import pool_kernel, scan_kernel
 from tandemkv.kernels.triton_ops.score_window import rounded_dtype
 from tandemkv.kernels.triton_ops.score_window import score_window as score_window
@@ -40,9 +39,9 @@ class Tuning:
 
     Measured on an H200. One warp a program makes the sums over a tile's tokens cheap; the limit
     of registers is what lets enough of such programs run at once. 16 of them fill an SM; more
-    are begun as others end, and let kernels of a higher priority in between. On a GPU that does
-    nothing but select all run at once, and leave room for a kernel that waits for a flag: where
-    one program of 2112 found none, a scan of 8 x 64K took 62 us instead of 49.
+    are begun as others end, and let kernels of a higher priority in between. As many as fill the
+    GPU are faster alone, 49 us for 51 at 8 x 64K, and slower beside a kernel that waits for a flag,
+    62 us: the last of them finds no room.
     """
 
     block_n: int
@@ -57,13 +56,9 @@ TUNING = {
     "int8": Tuning(block_n=64, stages=3, warps=1, programs=16, registers=128),
     "int4": Tuning(block_n=64, stages=2, warps=1, programs=32, registers=128),
     "int4 of few channels": Tuning(block_n=128, stages=2, warps=1, programs=32, registers=128),
-    "int4 of few channels, alone": Tuning(
-        block_n=128, stages=2, warps=1, programs=20, registers=96
-    ),
 }
 _FEW_CHANNELS, _SMALL_GROUP = 64, 8
-"""With as many channels, and query heads of a group, a tile of 128 keys stays in registers: 82 us
-for 88 at 8 x 96K on an H200."""
+"""With as many channels, and query heads of a group, a tile of 128 keys stays in registers."""
 
 
 def _kind(k_pool: torch.Tensor) -> str:
@@ -172,9 +167,7 @@ def scan(
     # Where the choice searches in memory, a token's codes make room for its score.
     is_coded = may_code and kind == "int4" and pooling == "softmax_mean" and pad_g >= 4
     is_narrow = kind == "int4" and head_dim <= _FEW_CHANNELS and group <= _SMALL_GROUP
-    tuning = TUNING[kind]
-    if is_narrow:
-        tuning = TUNING["int4 of few channels" + (", alone" if may_chain(q.device) else "")]
+    tuning = TUNING["int4 of few channels" if is_narrow else kind]
     logits = scratch.logits.view(torch.uint8) if is_coded else scratch.logits
     # A small batch has as many programs as the largest one that the scratch is for.
     num_programs = math.prod(scratch.split_lse.shape[:3]) * tuning.programs // PROGRAMS_PER_SM

@@ -57,19 +57,27 @@ def filled_scratch(num_reqs: int, group: int, heads: int, width: int, k: int) ->
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize(("group", "k"), [(1, 5), (4, 20), (3, 40)])
-def test_equals_scores_and_choice(pooling: str, kind: str, group: int, k: int) -> None:
-    """Both take the same scan's results through the same formula, in another order of sums."""
+@pytest.mark.parametrize(
+    ("group", "k", "page_size"), [(1, 5, 16), (4, 20, 16), (3, 40, 32), (4, 20, 128), (6, 20, 64)]
+)
+def test_equals_scores_and_choice(
+    pooling: str, kind: str, group: int, k: int, page_size: int
+) -> None:
+    """Both take the same scan's results through the same formula, in another order of sums.
+
+    A scan of int4 keys for a choice takes tiles of at least 32 tokens by halves, where a group has
+    three or four query heads; requests begin and end in either half.
+    """
     torch.manual_seed(group)
     keys = make_keys(
-        kind, num_reqs=5, heads=2, group=group, dim=64, page_size=16, num_pages=5 * 25,
-        device=DEVICE,
+        kind, num_reqs=5, heads=2, group=group, dim=64, page_size=page_size,
+        num_pages=5 * -(-400 // page_size), device=DEVICE,
     )  # fmt: skip
     lo, hi = tensor([4, 0, 17, 9, 3]), tensor([391, 30, 17, 9 + k, 400])
     active = torch.tensor([1, 1, 1, 1, int(k != 5)], dtype=torch.bool, device=DEVICE)
     options = {
-        "width": 400, "scale": 0.2, "pooling": pooling, "k_scale": keys.k_scale, "page_size": 16,
-        "active": active,
+        "width": 400, "scale": 0.2, "pooling": pooling, "k_scale": keys.k_scale,
+        "page_size": page_size, "active": active,
     }  # fmt: skip
     arguments = (keys.q, keys.k_pool, keys.table, lo, hi)
     for scratch in (filled_scratch(6, group, 2, 400, k), None):
