@@ -42,8 +42,8 @@ class Tiles(NamedTuple):
 # An int8 tile has twice the rows, and so as many bytes on their way. Widening takes instructions;
 # that what is made of the tokens serves twice the rows makes up for most of them: compiled for
 # sm_90 with 8 tokens, 8192 weights take 551 of each warp, and 504 natively, with 96 and 95
-# registers. Where no scan takes room, larger tiles take 8.9 us instead of 10.3 (H200, both
-# launches).
+# registers. Larger tiles take 8.9 us instead of 10.3 where little else runs (H200, 8 tokens, both
+# launches), as on a GPU that does nothing but select; a mirror does not fit beside two of them.
 TILES = {
     "native": Tiles(32, 128, 2, 4, 256, None),
     "int8": Tiles(64, 128, 2, 4, 256, 96),
@@ -217,9 +217,9 @@ def _project(
     """
     (num_tokens, hidden_size), width = hidden.shape, len(weights.weight)
     block_t = min(64, max(8, triton.next_power_of_2(num_tokens)))
-    chained = is_chained(hidden.device)
-    kind = "native" if weights.weight_scale is None else "int8 alone" if chained else "int8"
-    tiles = TILES[kind]
+    chained, is_int8 = is_chained(hidden.device), weights.weight_scale is not None
+    is_alone = chained and num_tokens <= _LIMITED_TOKENS
+    tiles = TILES["native" if not is_int8 else "int8 alone" if is_alone else "int8"]
     blocks = triton.cdiv(width, tiles.block_out)
     num_steps = triton.cdiv(hidden_size, tiles.block_k)
     num_parts = min(_MAX_PARTS, max(1, round(tiles.programs / blocks)), num_steps)

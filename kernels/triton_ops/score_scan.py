@@ -277,8 +277,9 @@ def scan_kernel(
             if (start < begin) | (start + BLOCK_N > end):
                 place = position[:, None] + begin_row[None, :]
                 x = tl.where((place >= begin) & (place < end), x, float("-inf"))
-            top = tl.max(x, 0)
-            top = tl.where(top == float("-inf"), 0.0, top)
+            most = tl.max(x, 0)
+            # Half a tile may have no candidate.
+            top = tl.where(most == float("-inf"), 0.0, most)
             x = x - top[None, :]
             share = tl.exp2(x)
             kept = x.to(tl.float16)
@@ -288,11 +289,12 @@ def scan_kernel(
             place = row[:, None] + begin_row[None, :]
             tl.store(tile_logits + (place * PAD_G + member[None, :]), kept, mask=is_kept[None, :])
             tl.store(
-                tile_max + (base * scratch_tiles + tile * HALVES) * PAD_G + column, top,
+                tile_max + (base * scratch_tiles + tile * HALVES) * PAD_G + column, most,
                 mask=is_kept,
             )  # fmt: skip
-            peak = tl.maximum(largest, top)
-            total = total * tl.exp2(largest - peak) + tl.sum(share, 0) * tl.exp2(top - peak)
+            # Finite where both are -inf: no NaN.
+            peak = tl.maximum(tl.maximum(largest, most), -1e30)
+            total = total * tl.exp2(largest - peak) + tl.sum(share, 0) * tl.exp2(most - peak)
             largest = peak
         else:
             if POOLING == "max_logit":

@@ -45,7 +45,7 @@ _SELECT_REGISTERS, _SHORT_LIST = 128, 4096
 # sample one by one: 14.7 us instead of 10.1 at 8 x 64K. A sample of 8192 takes as long either way.
 _SPLITS = 64
 # Heads of few candidates take smaller samples than the longest may need, down to this one: at
-# 8 x 96K one of 8192 takes 13.3 us, one of 4096 9.6, and one of 2048 7.5 (H200).
+# 8 x 96K one of 8192 takes 13.9 us, one of 4096 9.6, and one of 2048 7.5 (H200).
 _LEAST_SAMPLE = 1024
 _COLUMNS = 128  # as many as threads; a block is a multiple of it
 # Measured on an H200, 8 x 64K, with logits: 19.0 us; 22.6 with as many registers as it takes.

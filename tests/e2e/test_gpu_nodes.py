@@ -41,6 +41,8 @@ def needing(num_gpus: int) -> list[pytest.MarkDecorator]:
 
 
 _SELECTION: dict[str, Any] = {"policy": "look_ahead", "dense_tokens": 0, "exact_layers": []}
+# Of cache ranks' GPUs the defaults are others, which choose other tokens.
+_SELECTION |= {"late_layers": 0, "predictor_dtype": "native"}
 _SELECTION |= (
     {"budget_tokens": 256} if DEVICE == "cuda" else {"budget_tokens": 64, "num_recent_tokens": 16}
 )

@@ -13,7 +13,7 @@ from score_inputs import make_keys
 
 from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.position_pooling import pool_positions
-from tandemkv.kernels.score import POOLINGS, make_score_scratch
+from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys
 from tandemkv.kernels.select import SelectScratch, make_select_scratch, score_topk
 from tandemkv.kernels.triton_ops import score as triton_score
 from tandemkv.kernels.triton_ops import select as triton_select
@@ -105,6 +105,29 @@ def test_equals_scores_and_choice(
         gap = torch.where(far_scores > -torch.inf, near_scores - far_scores, 0.0).abs()
         limit = 2e-2 + (CODED if is_coded else 0)
         assert float(gap.max()) <= limit * float(far_scores.abs()[far_scores > -torch.inf].max())
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 400), (40, 400), (0, 130), (100, 230)])
+def test_half_a_tile_without_candidates_takes_nothing_from_the_others(begin: int, end: int) -> None:
+    """Of logits so far below zero that nothing is left of them beside a zero."""
+    torch.manual_seed(3)
+    keys = make_keys(
+        "int4", num_reqs=1, heads=2, group=4, dim=64, page_size=64, num_pages=7, device=DEVICE
+    )
+    keys.k_scale[:, :, 1] -= 8.0
+    q, k = keys.q.abs(), 20
+    arguments = (q, keys.k_pool, keys.table, tensor([begin]), tensor([end]))
+    options = {"width": 448, "scale": 0.3, "k_scale": keys.k_scale, "page_size": 64}
+    logits = plain(score_keys)(*arguments, **options, pooling="max_logit")[..., begin:end]
+    assert float(logits.max()) < -95
+    got, got_scores = triton_select.score_topk(
+        *arguments, k, **options, pooling="softmax_mean", scratch=filled_scratch(1, 4, 2, 448, k)
+    )
+    _, want_scores = reference(*arguments, k, **options, pooling="softmax_mean")
+    assert int(got.min()) >= begin
+    assert int(got.max()) < end
+    close = {"rtol": 2e-2 + CODED, "atol": 0}
+    torch.testing.assert_close(got_scores.sort(-1).values, want_scores.sort(-1).values, **close)
 
 
 def test_heads_of_few_candidates_take_smaller_samples(monkeypatch: pytest.MonkeyPatch) -> None:
