@@ -335,7 +335,7 @@ class CacheEngine:
         positions = self.batch.positions[:size]
         if self._stress is not None:
             positions = self._stress.positions(size)
-        self._choose(layer, self._predict(layer, hidden, positions), is_predicted=True)
+        self.choose(layer, self._predict(layer, hidden, positions))
 
     def choose_late(self, layer: int, hidden: torch.Tensor) -> None:
         """See `Engine.choose_late`."""
@@ -345,16 +345,13 @@ class CacheEngine:
 
     def choose(self, layer: int, query: torch.Tensor) -> None:
         """See `Engine.choose`."""
-        self._choose(layer, query, is_predicted=False)
-
-    def _choose(self, layer: int, query: torch.Tensor, *, is_predicted: bool) -> None:
         size, batch, selection = len(query), self.batch, self._selection
         lane, (hi, _) = self.lane_of(layer), self._ends_of(layer)
         if self._windows is not None:
             query = self._windows.push_and_predict(
                 self._place_of[layer], batch.rows[:size], query, batch.positions[:size]
             )
-        if self._stress is not None and not is_predicted:
+        if self._stress is not None and not self.program.needs_hidden:
             query = self._stress.flipped(query)
         self._order.await_choice()
         if self._calls.composition.selects:

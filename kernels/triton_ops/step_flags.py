@@ -73,9 +73,9 @@ def _raise_kernel(
     flags, num_flags, step, lost, stamp,
     HAS_STAMP: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    at, number = tl.arange(0, BLOCK), tl.load(step)
+    at = tl.arange(0, BLOCK)
     follow(CHAINED)
-    is_lost = tl.load(lost)
+    number, is_lost = tl.load(step), tl.load(lost)
     if HAS_STAMP:
         is_missing = tl.load(stamp) - number < 0
         tl.store(lost, number, mask=is_missing & (is_lost == 0))

@@ -266,7 +266,7 @@ def test_pages_too_short_for_int4() -> None:
 @pytest.mark.parametrize("is_predicted", [True, False], ids=["predicted", "own"])
 def test_stress_moves_all_it_may(is_predicted: bool) -> None:
     """Of queries that stay the same; what is predicted depends on where it is predicted for."""
-    world = World(index_dtype="native")
+    world = World(policy="look_ahead" if is_predicted else "last_query", index_dtype="native")
     world.settings = world.settings.model_copy(update={"stress_selection": True})
     world.rank = world.make()
     turned = torch.randn((CONTEXT, QUERY_HEADS, DIM), generator=world.generator)
