@@ -42,8 +42,9 @@ class CostConstants:
       8 x 64K since.
     - `scan_token_share`: of what channels that the index lacks would take, what goes by tokens and
       stays: 31, 51 and 72 us at 8 x 32K, 64K and 96K with 64 of 128 channels, and 49 and 88 with
-      all (docs/benchmarks/scan_channels.json, rows `run_zh_`) say 0.05. On one GPU, where these
-      kernels were not timed in a step, less than that can be won: 0.15 is between.
+      all (docs/benchmarks/scan_channels.json, rows `run_zh_`) give 0.05. It is 0.15, because on one
+      GPU a scan competes with the weights for memory, and steps there were timed with earlier
+      kernels alone, of which it was 0.4.
     - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice of int4 keys, 21, 28 and 35 us at
       8 x 32K, 64K and 96K (the same rows). Of other keys 5 to 14 more.
     - `exchange_bandwidth`, `receive_bandwidth`: of the rows of a layer from one other GPU, over

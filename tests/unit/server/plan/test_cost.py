@@ -272,6 +272,27 @@ def test_a_scan_of_half_the_channels_costs_what_was_measured(
     assert scan_us(QWEN, replace(load, index_channels=128), 1, H200) == pytest.approx(whole)
 
 
+@pytest.mark.parametrize(
+    ("num_cache_gpus", "batch", "context", "measured_ms"),
+    [(0, 8, 32768, 7.90), (0, 8, 65536, 9.04), (3, 36, 65536, 11.78)],
+)
+def test_present_kernels_are_predicted_a_little_below_what_was_measured_of_earlier_ones(
+    num_cache_gpus: int, batch: int, context: int, measured_ms: float
+) -> None:
+    """Where steps were not timed with them: a scan and a choice save little of a step."""
+    load = Workload.from_selection(
+        SelectionSettings(
+            num_recent_tokens=128, late_layers=min(1, num_cache_gpus), index_dtype="int4"
+        ),
+        context_tokens=context,
+        concurrency=batch,
+    )
+    kind = SEPARATE if num_cache_gpus else PlacementKind.IN_PROCESS
+    placement = Placement(kind=kind, tp_size=1, num_cache_gpus=num_cache_gpus)
+    step = predict_step(placement, QWEN, replace(load, index_channels=64))
+    assert 0.92 * measured_ms < step.tpot_ms < measured_ms
+
+
 def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
     """decode_four_gpus.json, 36 x 64K: what comes to the model's GPU is what a layer waits for.
 
