@@ -41,6 +41,7 @@ _LOG = logging.getLogger(__name__)
 _WARMUP_STEPS = 8
 _PROMPTS_S = 120.0
 _FILLED_AT_ONCE = 1 << 16
+_EMBEDDING = "embed_tokens.weight"
 
 
 def main() -> None:
@@ -83,11 +84,11 @@ def run_rank(
 ) -> None:  # fmt: skip
     """Measure every point on one rank; rank 0 writes the file after each."""
     load_plugins()
-    fill_norms()
+    fill_dummies()
     bench, _ = one_batch.load_model(server_args, port_args, tp_rank, tp_rank)
     runner = bench.torch_runner
     if server_args.load_format == "dummy":
-        require_norms(runner.model)
+        require_filled(runner.model)
     fill_pool(runner)
     for stream in [torch.cuda.Stream() for _ in range(args.extra_streams)]:
         with torch.cuda.stream(stream):
@@ -109,12 +110,15 @@ def run_rank(
                 _LOG.warning("not traced: %s", str(error)[:200])
 
 
-def fill_norms() -> None:
-    """Let the norms of models with dummy weights have the weight one, from now on.
+def fill_dummies() -> None:
+    """Let models with dummy weights have norms of weight one and normal embeddings, from now on.
 
     Dummy weights are within a thousandth of zero. Queries would be as small, and all logits so
-    nearly equal that what is selected were a question of their last bits. It has to be done as the
-    model is loaded: a cache rank on another GPU keeps copies.
+    nearly equal that what is selected were a question of their last bits. And the stream would be
+    little but what attention adds to it: how many experts the requests of a batch have among them
+    would differ with what they attend to, by a sixth between dense attention and a selection. With
+    such embeddings it is the tokens' own, and experts are those of texts that have nothing in
+    common. It has to be done as the model is loaded: a cache rank on another GPU keeps copies.
     """
     stock = loader.initialize_dummy_weights
 
@@ -124,16 +128,21 @@ def fill_norms() -> None:
             for name, weight in model.named_parameters():
                 if name.endswith("norm.weight"):
                     weight.fill_(1)
+                elif name.endswith(_EMBEDDING):
+                    weight.normal_(generator=torch.Generator(weight.device).manual_seed(0))
 
     loader.initialize_dummy_weights = initialize
 
 
-def require_norms(model: torch.nn.Module) -> None:
-    """Stop where a norm has another weight than `fill_norms` gives."""
+def require_filled(model: torch.nn.Module) -> None:
+    """Stop where a weight is not as `fill_dummies` makes it."""
     for name, weight in model.named_parameters():
-        if name.endswith("norm.weight") and not bool((weight == 1).all()):
-            message = f"{name} is not one: this SGLang does not load dummy weights by fill_norms"
-            raise RuntimeError(message)
+        is_one = not name.endswith("norm.weight") or bool((weight == 1).all())
+        is_normal = not name.endswith(_EMBEDDING) or weight.float().std() > 0.5
+        if not (is_one and is_normal):
+            raise RuntimeError(
+                f"{name} is as SGLang made it, which does not load dummy weights by fill_dummies"
+            )
 
 
 def fill_pool(runner: Any) -> None:
@@ -211,7 +220,7 @@ def await_prompts(runner: Any) -> None:
 def warmed_up(runner: Any, batch_size: int, context: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Return a batch after some steps, its tokens and logits."""
     batch = prepare(runner, batch_size, context)
-    token = torch.ones(batch_size, dtype=torch.int64, device=runner.device)
+    token = torch.arange(1, batch_size + 1, dtype=torch.int64, device=runner.device)
     for _ in range(_WARMUP_STEPS):
         token, logits = one_batch.decode(token, batch, runner)
     torch.cuda.synchronize()

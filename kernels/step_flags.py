@@ -50,37 +50,34 @@ class StepWait:
 
 
 def send_rows(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
+    rows: torch.Tensor,
     out: torch.Tensor,
     flags: torch.Tensor,
     *,
     step: torch.Tensor,
     lost: torch.Tensor,
 ) -> None:
-    """Write ``hidden + residual`` to `out`, and raise the flag of each row.
+    """Write `rows` to `out`, and raise the flag of each.
 
     Parameters
     ----------
-    hidden, residual : torch.Tensor
-        ``[num_rows, width]``, float; without `residual`, `hidden` as it is.
+    rows : torch.Tensor
+        ``[num_rows, width]``, float.
     out : torch.Tensor
-        ``[num_rows, width]``, dtype of `hidden`; may be another GPU's memory.
+        ``[num_rows, width]``, dtype of `rows`; may be another GPU's memory.
     flags : torch.Tensor
         ``[num_rows]`` int32, in the memory of whoever waits.
     step, lost : torch.Tensor
         ``[1]`` int32; see the module.
     """
     dims = _check(flags, step, lost, "num_rows")
-    dims.check("hidden", hidden, "num_rows width", FLOATS)
-    if residual is not None:
-        dims.check("residual", residual, "num_rows width", (hidden.dtype,))
-    dims.check("out", out, "num_rows width", (hidden.dtype,))
-    if uses_triton(hidden.device):
+    dims.check("rows", rows, "num_rows width", FLOATS)
+    dims.check("out", out, "num_rows width", (rows.dtype,))
+    if uses_triton(rows.device):
         from tandemkv.kernels.triton_ops.step_flags import send_rows as on_gpu
 
-        return on_gpu(hidden, residual, out, flags, step=step, lost=lost)
-    out.copy_(hidden if residual is None else hidden + residual)
+        return on_gpu(rows, out, flags, step=step, lost=lost)
+    out.copy_(rows)
     raise_flags(flags, step=step, lost=lost, follows=False, stamp=None)
 
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
-from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
+from tandemkv.kernels.query_window import push_and_predict
 from tandemkv.kernels.to_device import to_device
 
 # Larger than any position: such a row's window holds nothing.
@@ -28,8 +27,7 @@ class DeviceQueryWindows:
     they come, after RoPE and in the model's dtype; the kernel rotates them to the position of the
     prediction's use, which equals un-rotating first
     (`tandemkv.kernels.query_window.push_and_predict`) and loses nothing. `num_layers` are the
-    selecting ones; row 0 is padding. Raises `PolicyError` if the windows are too long to be solved
-    on the device.
+    selecting ones; row 0 is padding.
     """
 
     def __init__(
@@ -45,16 +43,8 @@ class DeviceQueryWindows:
         options, prediction = policy.options, policy.capabilities.prediction
         assert prediction is not None
         self._prediction = prediction
-        size = options.window
-        if self._prediction == "ridge" and size > MAX_RIDGE_WINDOW:
-            raise PolicyError(
-                f"window={size} is too long for the inference rank's process, where at most "
-                f"{MAX_RIDGE_WINDOW} queries are regressed on; lower --set "
-                f"{policy.context.selection.policy}.window, or start a "
-                "cache rank with --cache-ranks 1"
-            )
         self._ridge = policy.ridge
-        self._places = size + 2
+        self._places = options.window + 2
         shape = (num_layers, num_rows, self._places, model.num_qo_heads, model.head_dim)
         dtype = getattr(torch, model.dtype)
         self._windows = allocate("query_windows", shape, dtype)
@@ -71,7 +61,7 @@ class DeviceQueryWindows:
             if rotary.order is not None:
                 self._order = rotary.order.to(device)
                 self._back = self._order.argsort()
-            offsets = 1 + torch.arange(size + 1, dtype=torch.float64)
+            offsets = 1 + torch.arange(options.window + 1, dtype=torch.float64)
             angles = torch.outer(offsets, rotary.inv_freq.cpu().double())
             self._cos = angles.cos().float().to(device)
             self._sin = angles.sin().float().to(device)

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.kernels.query_window import ridge_predict
+from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, ridge_predict
 
 from .base import PolicyCapabilities, PolicyOptions
 from .windowed import RidgeParameters, WindowedPolicy, WindowOptions
@@ -18,6 +18,12 @@ from .windowed import RidgeParameters, WindowedPolicy, WindowOptions
 class AsyncSpadeOptions(WindowOptions):
     """The window, and the regression over it."""
 
+    window: int = Field(
+        default=16,
+        ge=1,
+        le=MAX_RIDGE_WINDOW,
+        description="W: queries besides the latest one that are regressed on.",
+    )
     eps: float = Field(
         default=1e-2,
         ge=0.0,

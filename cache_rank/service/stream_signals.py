@@ -94,7 +94,7 @@ class StreamSignals(WordSignals):
         assert self._outputs is not None
         size, rows = len(output), output.flatten(1)
         out, flags = self._outputs[:size].flatten(1), self._words.ready(layer, size)
-        send_rows(rows, None, out, flags, step=self._step, lost=self._lost)
+        send_rows(rows, out, flags, step=self._step, lost=self._lost)
 
     def settle(self) -> None:
         """See `HostSignals.settle`: the next step of the forward pass waits for this.

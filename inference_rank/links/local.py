@@ -14,7 +14,6 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.inference_rank.sglang.residual_hooks import (
     install_logits_hook,
     install_residual_hooks,
-    put_stream,
 )
 from tandemkv.kernels.step_flags import StepWait
 
@@ -35,7 +34,7 @@ class LocalLink:
         device: torch.device,
     ) -> None:
         self._engine, self.program = engine, engine.program
-        num_layers = model.num_layers
+        num_layers, self._linear = model.num_layers, frozenset(model.linear_layers)
         self._side = SideStream(device, num_layers, engine.num_lanes)
         self._kind, self._is_decode = DecodeKind.DENSE, False
         self._seeds: list[tuple[int, int]] = []
@@ -44,7 +43,7 @@ class LocalLink:
         if self.program.needs_hidden:
             shape = (num_layers, max_batch, int(runner.model_config.hidden_size))
             self._streams = torch.zeros(shape, dtype=runner.dtype, device=device)
-            install_residual_hooks(runner.model, self._on_layer_input)
+            install_residual_hooks(runner.model, self._on_stream)
         if self.program.late_layers:
             install_logits_hook(runner.model, self._on_logits)
 
@@ -96,7 +95,9 @@ class LocalLink:
             )  # fmt: skip
 
     def enter_attention(self, layer: int) -> None:
-        """See `Link.enter_attention`: nothing is sent."""
+        """See `Link.enter_attention`: behind it the stream is written to again."""
+        del layer
+        self._side.await_read()
 
     def select_with_query(
         self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: Any,
@@ -168,27 +169,37 @@ class LocalLink:
             self._engine.fetch(layer, size)
             self._side.note_done(layer)
 
-    def _on_layer_input(
-        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
+    def _on_stream(self, layer: int, hidden: torch.Tensor) -> None:
         """Let the engine select for a layer where the forward pass enters an earlier one."""
         if not self._is_decode or self._kind is not DecodeKind.SELECTING:
             return
-        size, rank, side, program = len(hidden_states), self._engine, self._side, self.program
+        size, rank, side, program = len(hidden), self._engine, self._side, self.program
         targets = program.targets_of(layer)
         if not targets and layer not in program.late_layers:
             return
-        put_stream(self._streams[layer], hidden_states, residual)
         stream = self._streams[layer, :size]
+        is_beside = layer not in self._linear  # where nobody calls `enter_attention`
+        if not is_beside:
+            stream.copy_(hidden)
         lanes = [rank.lane_of(target) for target in targets]
         # At the first layer two selections may begin; nobody can wait for the second before the
         # first is done, and beside each other they take 274 us instead of 185 (H200, 8 x 64K).
         for target, lane, after in zip(targets, lanes, (None, *lanes), strict=False):
-            with side.fork(lane=lane, after=after):
+            with side.fork(hidden, lane=lane, after=after):
+                if after is None and is_beside:
+                    self._copy(stream, hidden)
                 rank.choose_ahead(target, stream)
                 self._fetch(target, *program.followers_of(target), size=size)
-        if targets and layer == program.last_entry:
+        if not targets:
+            with side.fork(hidden, lane=rank.lane_of(layer)):
+                self._copy(stream, hidden)
+        elif layer == program.last_entry:
             self._select_late(size, behind=lanes[-1])
+
+    def _copy(self, stream: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Inside a fork: keep a stream that is written to again once the layer has attended."""
+        stream.copy_(hidden)
+        self._side.note_read()
 
     def _select_late(self, size: int, *, behind: int) -> None:
         """Select for late layers and the next step, behind the step's last selection.

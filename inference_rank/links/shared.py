@@ -21,11 +21,11 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
-from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.memory.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.sglang.pool import store_tokens
-from tandemkv.inference_rank.sglang.residual_hooks import install_norm_hooks, install_residual_hooks
+from tandemkv.inference_rank.sglang.residual_hooks import install_residual_hooks
 from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow, StepLostError
@@ -62,7 +62,6 @@ class SharedLink:
         self._connection, self._signals = connection, signals
         self._generation_of, self._rows_on_host = generation_of, rows_on_host
         self._pool, self._size = pool, 0
-        self._unsent: int | None = None
         self._kind = DecodeKind.DENSE
         self._is_decode = self._is_open = False
         self._is_settled = True
@@ -84,9 +83,7 @@ class SharedLink:
     def hook(self, model: Any) -> None:
         """Read the residual stream of SGLang's `model`, if the policy predicts queries from it."""
         if self.program.needs_hidden:
-            install_residual_hooks(model, self._on_layer_input)
-            if self._signals.sends_beside:
-                install_norm_hooks(model, self._on_normed)
+            install_residual_hooks(model, self._on_stream)
 
     # -- prefill -------------------------------------------------------------------------
 
@@ -140,7 +137,7 @@ class SharedLink:
 
     def begin_decode(self, kind: DecodeKind, step: DecodeRows) -> None:
         """See `Link.begin_decode`."""
-        self._is_decode, self._kind, self._unsent = True, kind, None
+        self._is_decode, self._kind = True, kind
         is_asked = self.program.asks(kind)
         if step.is_rehearsal:
             self._signals.mask()
@@ -172,17 +169,8 @@ class SharedLink:
         self._announce(EntryKind.DECODE, rows, variant=variant, num_cold=step.num_cold, step=step)
 
     def enter_attention(self, layer: int) -> None:
-        """See `Link.enter_attention`.
-
-        Raises `ContractError` if the layer's residual stream should have been sent, and its norm
-        was not called.
-        """
-        if self._unsent is not None:
-            raise ContractError(
-                f"layer {layer}: SGLang has not called input_layernorm as a module, so its "
-                "residual stream is not known; disable fused norms in SGLang, or serve with "
-                "--cache-ranks 0"
-            )
+        """See `Link.enter_attention`."""
+        del layer
         self._signals.join_sent()
 
     def select_with_query(
@@ -362,18 +350,7 @@ class SharedLink:
         if not self._signals.is_captured:
             self._is_open = False
 
-    def _on_layer_input(
-        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
+    def _on_stream(self, layer: int, stream: torch.Tensor) -> None:
         is_selecting = self._is_open and self._is_decode and self._kind is DecodeKind.SELECTING
-        if not is_selecting or not self.program.reads_stream(layer):
-            return
-        if self._signals.sends_beside:
-            self._unsent = layer
-        else:
-            self._signals.put_stream(layer, hidden_states, residual)
-
-    def _on_normed(self, layer: int, stream: torch.Tensor) -> None:
-        if self._unsent == layer:
-            self._unsent = None
-            self._signals.put_stream_beside(layer, stream)
+        if is_selecting and self.program.reads_stream(layer):
+            self._signals.put_stream(layer, stream)

@@ -35,6 +35,8 @@ class SideStream:
         is_cuda = device.type == "cuda"
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(num_layers)]
         self._pending: set[int] = set()  # layers whose events are to be waited for
+        self._read = torch.cuda.Event() if is_cuda else None
+        self._is_reading = False
         self._kept: list[torch.Tensor] = []
         self._forked: set[int] = set()
         self._deferred: list[tuple[int, Callable[[], None]]] = []
@@ -97,6 +99,18 @@ class SideStream:
             event.record(torch.cuda.current_stream(self._device))
             self._pending.add(layer)
 
+    def note_read(self) -> None:
+        """Mark, inside a fork, that what the forward pass will write to again has been read."""
+        if self._read is not None:
+            self._read.record(torch.cuda.current_stream(self._device))
+            self._is_reading = True
+
+    def await_read(self) -> None:
+        """Let the forward pass wait for `note_read`."""
+        if self._read is not None and self._is_reading:
+            torch.cuda.current_stream(self._device).wait_event(self._read)
+        self._is_reading = False
+
     def join(self, layer: int) -> None:
         """Let the forward pass wait for what was queued for `layer`."""
         event = self._done[layer]
@@ -113,6 +127,7 @@ class SideStream:
             torch.cuda.current_stream(self._device).wait_stream(self._lanes[lane])
         self._forked.clear()
         self._kept.clear()
+        self._is_reading = False
 
     def _run_deferred(self, lane: int) -> None:
         # Those of other lanes wait for theirs: the order within a lane is what callers rely on.

@@ -11,7 +11,6 @@ from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
-from tandemkv.inference_rank.sglang.residual_hooks import put_stream
 from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
 from tandemkv.kernels.streams import (
     FORWARD_PRIORITY,
@@ -29,24 +28,14 @@ class HostSignals:
 
     The flags are in host memory: what is written is seen at once, in order. Of several cache ranks,
     in the order of their KV heads, each gets the queries of its heads, and a wait ends when all
-    have answered. One that is lost is handed nothing, and answers no wait. With `sends_beside` the
-    calls of a link between two GPUs are taken, for tests without any.
+    have answered. One that is lost is handed nothing, and answers no wait.
     """
 
     is_captured = False
     """Whether steps may be captured in CUDA graphs, so that calls are not seen when they run."""
-    sends_beside: bool
-    """Whether streams go to another GPU: they are sent beside the forward pass, not within it."""
 
-    def __init__(
-        self,
-        connections: Sequence[SharedConnection],
-        num_layers: int,
-        *,
-        sends_beside: bool = False,
-    ) -> None:
+    def __init__(self, connections: Sequence[SharedConnection], num_layers: int) -> None:
         self._all, self._at = tuple(connections), FlagIndex(num_layers)
-        self.sends_beside = sends_beside
 
     def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
         """Announce a step, of decode `step`, that what follows is about.
@@ -66,15 +55,14 @@ class HostSignals:
         """Let what follows wait until the engine has done all of `step`; False: it is lost."""
         return self._wait(self._at.FINISHED, step)
 
-    def put_stream(
-        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
-        """Hand over ``hidden_states + residual`` ``[B, hidden_size]`` at the entry of `layer`.
+    def put_stream(self, layer: int, stream: torch.Tensor) -> None:
+        """Hand over the residual stream ``[B, hidden_size]`` of `layer`.
 
-        Each engine predicts the queries of its heads from all of it.
+        Each engine predicts the queries of its heads from all of it. It has to stay as it is until
+        `join_sent`.
         """
         for connection, _ in self._connected():
-            put_stream(connection.tensors["streams"][layer], hidden_states, residual)
+            connection.tensors["streams"][layer, : len(stream)].copy_(stream)
         self.raise_input(layer)
 
     def put_query(self, layer: int, query: torch.Tensor) -> None:
@@ -137,12 +125,8 @@ class HostSignals:
     def forget_lost(self) -> None:
         """Let what was not answered be that of an epoch that is over: all its passes have ended."""
 
-    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
-        """Hand over ``stream [B, hidden_size]``, which stays as it is until `join_sent`."""
-        self.put_stream(layer, stream, None)
-
     def join_sent(self) -> None:
-        """Let what follows wait for what was put beside it."""
+        """Let what follows wait until the stream is handed over."""
 
     def ready_wait(self, layer: int) -> StepWait | None:
         """Return that wait for a kernel that makes it behind its own work; None: none can."""
@@ -172,8 +156,9 @@ class StreamSignals(HostSignals):
 
     Of several cache ranks each gets the queries of its heads, and a wait is one kernel that polls
     the flags of all. A wait that ends after `timeout_s` masks all that follows
-    (`tandemkv.kernels.step_flags`), and the step is lost, for all of them. `sends_beside`: the
-    engines are on other GPUs, or to be taken for so.
+    (`tandemkv.kernels.step_flags`), and the step is lost, for all of them. With `sends_beside` the
+    engines are on other GPUs, or to be taken for so: streams are sent beside the forward pass, not
+    within it.
     """
 
     is_captured = True
@@ -186,7 +171,7 @@ class StreamSignals(HostSignals):
         timeout_s: float,
         sends_beside: bool = False,
     ) -> None:
-        super().__init__(connections, num_layers, sends_beside=sends_beside)
+        super().__init__(connections, num_layers)
         homes = self._all[0].tensors.homes
         device = homes.here
         self._beside = stream_beside(device, homes.engine) if sends_beside else None
@@ -277,24 +262,21 @@ class StreamSignals(HostSignals):
             self._aborts.synchronize()
         self._is_masked = True
 
-    def put_stream(
-        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
+    def put_stream(self, layer: int, stream: torch.Tensor) -> None:
         """See `HostSignals.put_stream`."""
-        size = len(hidden_states)
-        for each, flags in zip(self._all, self._flags, strict=True):
-            out, input_flags = each.tensors["streams"][layer, :size], flags.input(layer, size)
-            send_rows(hidden_states, residual, out, input_flags, step=self._step, lost=self._lost)
-
-    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
-        """See `HostSignals.put_stream_beside`."""
         if self._beside is None:
-            self.put_stream(layer, stream, None)
+            self._send_stream(layer, stream)
             return
         self._beside.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(self._beside):
-            self.put_stream(layer, stream, None)
+            self._send_stream(layer, stream)
         self._has_sent = True
+
+    def _send_stream(self, layer: int, stream: torch.Tensor) -> None:
+        size = len(stream)
+        for each, flags in zip(self._all, self._flags, strict=True):
+            out, input_flags = each.tensors["streams"][layer, :size], flags.input(layer, size)
+            send_rows(stream, out, input_flags, step=self._step, lost=self._lost)
 
     def join_sent(self) -> None:
         """See `HostSignals.join_sent`."""
@@ -308,7 +290,7 @@ class StreamSignals(HostSignals):
         for each, flags in zip(self._all, self._flags, strict=True):
             rows = each.shard.of(query, 1).flatten(1)
             out = each.tensors["queries"][layer, :size].flatten(1)
-            send_rows(rows, None, out, flags.query(layer, size), step=self._step, lost=self._lost)
+            send_rows(rows, out, flags.query(layer, size), step=self._step, lost=self._lost)
 
     def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
         """See `HostSignals.put_windows`."""

@@ -173,14 +173,14 @@ def _link(
 ) -> SharedLink:
     """Return the link to the engines' processes, which waits on a GPU or on the host."""
     settings, num_layers = runtime.settings, runtime.model.num_layers
-    is_far = settings.placement.has_far_pool
     signals: HostSignals
     if pool.mapped.homes.are_on_gpu:
         signals = StreamSignals(
-            connection.parts, num_layers, timeout_s=wait_limit_s(settings), sends_beside=is_far
-        )
+            connection.parts, num_layers, timeout_s=wait_limit_s(settings),
+            sends_beside=settings.placement.has_far_pool,
+        )  # fmt: skip
     else:
-        signals = HostSignals(connection.parts, num_layers, sends_beside=is_far)
+        signals = HostSignals(connection.parts, num_layers)
     return SharedLink(
         connection,
         signals,

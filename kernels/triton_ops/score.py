@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,8 +34,7 @@ _BLOCK_PAGES = 16
 _BESIDE_TILES = 16 << 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+class Tuning(NamedTuple):
     """Tokens of a tile, pipeline depth, warps, programs per SM and registers of the scan.
 
     Measured on an H200. One warp a program makes the sums over a tile's tokens cheap; the limit

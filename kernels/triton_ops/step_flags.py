@@ -43,17 +43,13 @@ def _nanoseconds(USE_ASM: tl.constexpr):
 
 @triton.jit
 def _send_kernel(
-    hidden, residual, out, flags, step, lost, width, hidden_stride, residual_stride, out_stride,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    rows, out, flags, step, lost, width, row_stride, out_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = tl.zeros([], tl.int32)
     while start < width:
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(hidden + row * hidden_stride + at, mask=at < width)
-        if HAS_RESIDUAL:
-            more = tl.load(residual + row * residual_stride + at, mask=at < width)
-            x = (x.to(tl.float32) + more.to(tl.float32)).to(out.dtype.element_ty)
+        x = tl.load(rows + row * row_stride + at, mask=at < width)
         tl.store(out + row * out_stride + at, x, mask=at < width)
         start += BLOCK
     tl.debug_barrier()
@@ -127,8 +123,7 @@ def _wait_kernel(
 
 
 def send_rows(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
+    rows: torch.Tensor,
     out: torch.Tensor,
     flags: torch.Tensor,
     *,
@@ -136,18 +131,16 @@ def send_rows(
     lost: torch.Tensor,
 ) -> None:
     """Write and raise; see `tandemkv.kernels.step_flags.send_rows`."""
-    num_rows, width = hidden.shape
+    num_rows, width = rows.shape
     if not num_rows:
         return
-    other = hidden if residual is None else residual
-    for name, tensor in (("hidden", hidden), ("residual", other), ("out", out)):
+    for name, tensor in (("rows", rows), ("out", out)):
         if tensor.stride(1) != 1:
             raise ValueError(f"{name}.stride()={tensor.stride()}: must be 1 in the last place")
     block = min(4096, triton.next_power_of_2(width))
     _send_kernel[(num_rows,)](
-        hidden, other, out, flags, step, lost, width,
-        hidden.stride(0), other.stride(0), out.stride(0),
-        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=max(1, block // 512),
+        rows, out, flags, step, lost, width, rows.stride(0), out.stride(0),
+        BLOCK=block, num_warps=max(1, block // 512),
     )  # fmt: skip
 
 

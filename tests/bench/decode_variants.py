@@ -120,19 +120,21 @@ def run_rank(
     if args.extra_streams:
         raise SystemExit(f"extra_streams={args.extra_streams}: not varied here; leave it out")
     load_plugins()
-    decode_bench.fill_norms()
+    decode_bench.fill_dummies()
     bench, _ = one_batch.load_model(server_args, port_args, tp_rank, tp_rank)
     runner = bench.torch_runner
-    decode_bench.require_norms(runner.model)
+    decode_bench.require_filled(runner.model)
     decode_bench.fill_pool(runner)
     roots = {"backend": runner.attn_backend}
     if hasattr(runner.attn_backend, "cache_rank"):
         roots["rank"] = runner.attn_backend.cache_rank
     variants = [parse(variant) for variant in json.loads(os.environ[_VARIANTS])]
     found: list[dict[str, Any]] = []
+    kept = []  # graphs: their memory pool goes with the last one, and SGLang names it again
     for _ in range(_ROUNDS):
         for variant in variants:
             before = [(path, assign(path, value, roots)) for path, value in variant]
+            kept.append(runner.decode_cuda_graph_runner)
             runner.init_decode_cuda_graph()
             found = [decode_bench.measure(runner, *point, args.steps) for point in points]
             if args.trace is not None:

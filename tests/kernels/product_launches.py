@@ -117,8 +117,7 @@ def _step_flags(device: torch.device) -> None:
     new = partial(torch.empty, device=device)
     rows, up = new(BATCH, HIDDEN, dtype=BF16), new(BATCH, dtype=I32)
     numbers = {"step": new(1, dtype=I32), "lost": new(1, dtype=I32)}
-    for residual in (None, rows):
-        step_flags.send_rows(rows, residual, rows, up, **numbers)
+    step_flags.send_rows(rows, rows, up, **numbers)
     for follows in (False, True):
         step_flags.raise_flags(up, follows=follows, stamp=None, **numbers)
     for stamp in (None, new(1, dtype=I32)):

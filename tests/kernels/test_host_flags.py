@@ -100,7 +100,7 @@ def test_a_query_goes_to_the_host_and_its_output_comes_back(
         for layer in range(LAYERS):
             query = base + step + layer
             ready = flags.query(layer, SIZE)
-            send_rows(query, None, made["queries"][layer], ready, step=step, lost=lost)
+            send_rows(query, made["queries"][layer], ready, step=step, lost=lost)
             wait_flags(flags.ready(layer), step=step, lost=lost, timeout_s=5.0)
             output = made["outputs"].clone()
             wrong.add_((output != 2.0 * query).sum())

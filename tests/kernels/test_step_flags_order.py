@@ -57,10 +57,8 @@ def test_a_raise_is_a_release_at_system_scope_behind_the_kernel_before(
 
 
 def test_rows_are_stored_before_their_flag_is_released() -> None:
-    rows = {"hidden": "*bf16", "residual": "*bf16", "out": "*bf16"}
-    ptx = instructions(
-        step_flags._send_kernel, _WORDS | rows, num_warps=2, HAS_RESIDUAL=True, BLOCK=1024
-    )
+    rows = {"rows": "*bf16", "out": "*bf16"}
+    ptx = instructions(step_flags._send_kernel, _WORDS | rows, num_warps=2, BLOCK=1024)
     assert ptx.count(_RELEASE) == 1
     flag = ptx.index(_RELEASE)
     barrier = ptx.rindex("bar.sync", 0, flag)

@@ -33,7 +33,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="lost"):
         raise_flags(words(0), step=step, lost=words(0, 0))
     with pytest.raises(ValueError, match="out"):
-        send_rows(torch.ones(2, 3), None, torch.ones(2, 4), words(0, 0), step=step, lost=lost)
+        send_rows(torch.ones(2, 3), torch.ones(2, 4), words(0, 0), step=step, lost=lost)
 
 
 def test_an_append_checks_what_it_waits_for() -> None:
@@ -136,7 +136,7 @@ def test_two_graphs_meet_in_memory_that_each_gpu_maps(far_index: int) -> None:
     def forward() -> None:
         step.add_(1)
         hidden = base + step
-        send_rows(hidden, None, made["streams"], made["to_engine"], step=step, lost=lost)
+        send_rows(hidden, made["streams"], made["to_engine"], step=step, lost=lost)
         wait_flags(made["to_inference"], step=step, lost=lost, timeout_s=5.0)
         for kind in "kv":
             wrong.add_((made[kind][:, 0, 0] != hidden).sum())

@@ -156,7 +156,7 @@ class Played:
         assert self.link.begin(entry, step)
         hidden, queries = (torch.randn(shape, generator=self.random) for _ in range(2))
         for layer in range(LAYERS):
-            self.link.put_stream(layer, hidden[layer].flatten(1), None)
+            self.link.put_stream(layer, hidden[layer].flatten(1))
             self.link.put_query(layer, queries[layer])
         self.link.raise_end()
         self.link.end()

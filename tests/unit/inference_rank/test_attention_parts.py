@@ -28,7 +28,6 @@ from tandemkv.inference_rank.attention.samples import zeros_on
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.refresh import RefreshSchedule
 from tandemkv.inference_rank.sglang import hooks
-from tandemkv.inference_rank.sglang.residual_hooks import put_stream
 from tandemkv.kernels import streams
 from tandemkv.kernels.step_flags import StepWait
 
@@ -194,17 +193,6 @@ def test_dense_lengths() -> None:
         never.model_copy(update={"policy": "streaming", "num_sink_tokens": 4})
     )
     assert DenseLengths.of(sinks, 4).num_dense == 4 + NUM_RECENT
-
-
-def test_stream_is_a_copy() -> None:
-    streams = torch.zeros(2, 4, 3)
-    hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
-    put_stream(streams[0], hidden, None)
-    put_stream(streams[1], hidden, residual)
-    hidden.zero_()
-    residual.zero_()
-    assert streams[0].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
-    assert streams[1].tolist() == [[3.0] * 3] * 2 + [[0.0] * 3] * 2
 
 
 def test_side_stream_without_cuda_runs_in_place() -> None:

@@ -12,7 +12,7 @@ from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.inference_rank import decode_bench
 
 
-def test_norms_of_dummy_models_have_weight_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_and_embeddings_of_dummy_models_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for whoever copies them before the model is run."""
     monkeypatch.setattr(loader, "initialize_dummy_weights", loader.initialize_dummy_weights)
     model = torch.nn.ModuleDict(
@@ -20,16 +20,25 @@ def test_norms_of_dummy_models_have_weight_one(monkeypatch: pytest.MonkeyPatch) 
             "q_norm": torch.nn.RMSNorm(8),
             "input_layernorm": torch.nn.RMSNorm(8),
             "q_proj": torch.nn.Linear(8, 8),
+            "embed_tokens": torch.nn.Embedding(512, 8),
         }
     )
     loader.initialize_dummy_weights(model)
-    with pytest.raises(RuntimeError, match=r"q_norm\.weight is not one"):
-        decode_bench.require_norms(model)
-    decode_bench.fill_norms()
+    with pytest.raises(RuntimeError, match=r"q_norm\.weight is as SGLang made it"):
+        decode_bench.require_filled(model)
+    torch.nn.init.ones_(model["q_norm"].weight)
+    torch.nn.init.ones_(model["input_layernorm"].weight)
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight is as SGLang made it"):
+        decode_bench.require_filled(model)
+    decode_bench.fill_dummies()
     loader.initialize_dummy_weights(model)
     for name in ("q_norm", "input_layernorm"):
         assert torch.equal(model[name].weight, torch.ones(8))
-    decode_bench.require_norms(model)
+    decode_bench.require_filled(model)
+    embedding = model["embed_tokens"].weight.detach().clone()
+    assert float(embedding.std()) == pytest.approx(1.0, abs=0.1)
+    loader.initialize_dummy_weights(model)
+    assert torch.equal(model["embed_tokens"].weight, embedding)  # on every rank and run
     assert 0 < float(model["q_proj"].weight.abs().max()) <= 1e-3
 
 

@@ -30,8 +30,7 @@ class Signals:
 
     is_captured = False
 
-    def __init__(self, *, sends_beside: bool) -> None:
-        self.sends_beside = sends_beside
+    def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self.is_answered = True
 
@@ -74,7 +73,7 @@ def link_of(
         program=program, step=0, epoch=1, lost_reason=None,
         handed_over=lambda _, size: torch.arange(size * HEADS * DIM).view(size, HEADS, DIM).float(),
     )  # fmt: skip
-    signals = Signals(sends_beside=two_gpus)
+    signals = Signals()
     link = SharedLink(
         connection, signals, generation_of=lambda row: row, rows_on_host=lambda: None,
         pool=pool,
@@ -106,8 +105,8 @@ def test_a_stream_is_sent_behind_the_norm_and_joined_before_attention(two_gpus: 
     for index, layer in enumerate(model.model.layers[:2]):
         layer(None, torch.ones(2, 8), None, None)
         link.enter_attention(index)
-    put = "put_stream_beside" if two_gpus else "put_stream"
-    assert signals.asked == [(put, 0), ("join_sent", None), (put, 1), ("join_sent", None)]
+    sent = [(("put_stream", index), ("join_sent", None)) for index in range(2)]
+    assert signals.asked == [*sent[0], *sent[1]]
 
 
 def test_a_norm_that_was_not_called_is_told_and_forgotten_with_its_step() -> None:

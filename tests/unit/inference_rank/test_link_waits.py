@@ -27,7 +27,7 @@ MODEL = ModelSpec(
 class Signals:
     """Notes what is announced and waited for, in order."""
 
-    is_captured = sends_beside = False
+    is_captured = False
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []

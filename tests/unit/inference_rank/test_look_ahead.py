@@ -13,9 +13,9 @@ from torch import nn
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.links.local import LocalLink
+from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.sglang.residual_hooks import (
     install_logits_hook,
-    install_norm_hooks,
     install_residual_hooks,
 )
 
@@ -139,7 +139,7 @@ def as_model(architecture: str, layers: Any) -> Any:
 
 def step(
     rank: Any, *, selecting: bool = True, is_fused: bool = False, is_raw: bool = False,
-    in_parts: bool = False,
+    in_parts: bool = False, linear: tuple[int, ...] = (),
 ) -> LocalLink:  # fmt: skip
     """Run a step of one request whose stream is 5, 6, 7, 8 at the entries of the layers."""
     layers = nn.ModuleList(
@@ -151,7 +151,7 @@ def step(
     runner = SimpleNamespace(
         model=model, dtype=torch.float32, model_config=SimpleNamespace(hidden_size=WIDTH)
     )
-    spec: Any = SimpleNamespace(num_layers=LAYERS)
+    spec: Any = SimpleNamespace(num_layers=LAYERS, linear_layers=linear)
     link = LocalLink(runner, rank, spec, max_batch=2, device=CPU)
     link._kind, link._is_decode = DecodeKind.SELECTING, selecting
     hidden, residual = torch.full((1, WIDTH), 5.0), None
@@ -180,6 +180,18 @@ def test_what_is_selected_when(late: int, in_parts: bool) -> None:
     assert link._is_pending is (late > 0)
 
 
+@pytest.mark.parametrize("linear", [(), (1, 2)])
+def test_a_stream_is_read_beside_a_layer_whose_attention_waits_for_it(
+    linear: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits where SGLang attends past the link; there it is copied in place."""
+    rank, read = Rank(()), []
+    monkeypatch.setattr(SideStream, "note_read", lambda _: read.append(len(rank.seen)))
+    step(rank, linear=linear)
+    assert len(read) == LAYERS - 1 - len(linear)
+    assert [x[1:] for x in rank.seen if x[0] == "ahead"] == [(0, 5.0), (1, 5.0), (2, 6.0), (3, 7.0)]
+
+
 def test_layers_without_a_norm_before_attention() -> None:
     rank = Rank(())
     step(rank, is_raw=True)
@@ -193,9 +205,9 @@ def test_other_steps_select_nothing() -> None:
 
 
 def test_a_norm_that_is_not_called_as_a_module_stops_the_capture() -> None:
-    step(Rank(()), is_fused=True)  # the stream is taken at the entry
-    with pytest.raises(ContractError, match=r"layer 0: SGLang has not called input_layernorm"):
-        step(Rank(()), is_fused=True, in_parts=True)  # there it is not known
+    for in_parts in (False, True):
+        with pytest.raises(ContractError, match=r"layer 0: SGLang has not called input_layernorm"):
+            step(Rank(()), is_fused=True, in_parts=in_parts)
 
 
 def test_a_norm_that_others_call_says_nothing_of_the_stream() -> None:
@@ -203,13 +215,12 @@ def test_a_norm_that_others_call_says_nothing_of_the_stream() -> None:
     layers = nn.ModuleList(PartLayer(is_fused=False) for _ in range(2))
     seen: list[tuple[int, float]] = []
 
-    def on_layer_input(layer: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        assert residual is None
+    def on_stream(layer: int, hidden: torch.Tensor) -> None:
         seen.append((layer, float(hidden[0, 0])))
         if layer == 0:
             layers[1].input_layernorm(hidden)
 
-    install_residual_hooks(as_model("LlamaForCausalLM", layers), on_layer_input)
+    install_residual_hooks(as_model("LlamaForCausalLM", layers), on_stream)
     hidden = torch.full((1, WIDTH), 5.0)
     batch = SimpleNamespace(attend=lambda: None, residual=None)
     for layer in layers:
@@ -219,12 +230,10 @@ def test_a_norm_that_others_call_says_nothing_of_the_stream() -> None:
 
 def test_models_without_what_is_hooked_are_refused() -> None:
     layers = [nn.Linear(1, 1)]
-    with pytest.raises(ContractError, match=r"Linear has no input_layernorm.*--cache-ranks 0"):
-        install_norm_hooks(as_model("LlamaForCausalLM", layers), lambda layer, stream: None)
-    with pytest.raises(ContractError, match=r"Linear has no self_attn.*--cache-ranks 0"):
-        install_norm_hooks(as_model("Olmo2ForCausalLM", layers), lambda layer, stream: None)
+    with pytest.raises(ContractError, match=r"RawLayer has no input_layernorm.*stock SGLang"):
+        install_residual_hooks(as_model("LlamaForCausalLM", [RawLayer()]), lambda *_: None)
     with pytest.raises(ContractError, match=r"Gemma2.*caps.*docs/models\.md"):
-        install_norm_hooks(as_model("Gemma2ForCausalLM", layers), lambda layer, stream: None)
+        install_residual_hooks(as_model("Gemma2ForCausalLM", layers), lambda *_: None)
     with pytest.raises(ContractError, match=r"Linear takes .*no hidden_states"):
         install_residual_hooks(as_model("LlamaForCausalLM", layers), lambda *_: None)
     with pytest.raises(ContractError, match=r"no model\.layers"):

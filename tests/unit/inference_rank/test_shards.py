@@ -62,12 +62,12 @@ def test_each_gets_the_queries_of_its_heads_and_all_the_stream(ranks: list[Rank]
     query, stream = torch.randn(2, 6, 4), torch.randn(2, 7)
     signals.put_query(3, query)
     signals.put_windows(3, [query, query[:1]])
-    signals.put_stream(3, stream, stream)
+    signals.put_stream(3, stream)
     for number, rank in enumerate(ranks):
         own = query[:, 2 * number : 2 * number + 2]
         assert torch.equal(rank.tensors["queries"][3], own)
         assert torch.equal(rank.tensors["seed_queries"][1, :3], torch.cat((own, own[:1])))
-        assert torch.equal(rank.tensors["streams"][3], 2 * stream)
+        assert torch.equal(rank.tensors["streams"][3], stream)
         assert rank.calls == [("raise", at.query(3)), ("raise", at.input(3))]
 
 

@@ -121,7 +121,7 @@ def test_each_gets_the_stream_and_the_queries_of_its_heads(
     for step in (1, 2):
         stream, query = torch.randn(2, HIDDEN), torch.randn(2, HEADS * GROUP, DIM)
         assert begun(link, engines, step)
-        link.put_stream_beside(0, stream)
+        link.put_stream(0, stream)
         link.join_sent()
         link.put_query(1, query)
         link.put_windows(1, [query, query[:1]])

@@ -89,7 +89,7 @@ def _is_lost(engine: EngineSide) -> bool:
 def test_a_step_goes_from_one_side_to_the_other(
     link: LinkSide, engine: EngineSide, connection: Connection
 ) -> None:
-    hidden, residual = torch.randn(2, HIDDEN), torch.randn(2, HIDDEN)
+    stream = torch.randn(2, HIDDEN)
     query = torch.randn(2, HEADS, DIM)
     for step in (1, 2):
         assert link.begin(_entry(step), _step())
@@ -98,9 +98,9 @@ def test_a_step_goes_from_one_side_to_the_other(
         rows, lengths = engine.requests_of(_entry(step))
         assert rows.tolist() == [3, 1]
         assert lengths.tolist() == [101, 57]
-        link.put_stream(0, hidden, residual)
+        link.put_stream(0, stream)
         engine.await_input(0, 2)
-        torch.testing.assert_close(connection.tensors["streams"][0, :2], hidden + residual)
+        assert torch.equal(connection.tensors["streams"][0, :2], stream)
         engine.raise_ready(1)
         assert link.await_ready(1)
         link.put_query(2, query)
@@ -141,8 +141,7 @@ def test_what_one_engine_is_told_takes_one_launch_each(
 
     hidden, query = torch.randn(2, HIDDEN), torch.randn(2, HEADS, DIM)
     assert launches(lambda: link.begin(_entry(1), _step())) == ["wait_flags", "raise_flags"]
-    assert launches(lambda: link.put_stream(1, hidden, hidden)) == ["send_rows"]
-    assert launches(lambda: link.put_stream_beside(2, hidden)) == ["send_rows"]
+    assert launches(lambda: link.put_stream(1, hidden)) == ["send_rows"]
     assert launches(lambda: link.put_query(1, query)) == ["send_rows"]
     assert launches(lambda: link.ready_wait(1)) == []
     engine.begin(1)
@@ -198,7 +197,7 @@ def test_a_stream_that_is_sent_beside_arrives_before_it_is_joined(
     assert link.begin(_entry(1), _step())
     engine.begin(1)
     stream = torch.randn(2, HIDDEN)
-    link.put_stream_beside(2, stream)
+    link.put_stream(2, stream)
     link.join_sent()
     engine.await_input(2, 2)
     assert torch.equal(connection.tensors["streams"][2, :2], stream)
@@ -234,7 +233,7 @@ def test_a_loss_ends_the_waits_of_the_step_that_is_under_way(
     connection.end_waits()
     connection.lost_reason = "its process ended"
     link.await_ready(0)
-    link.put_stream(0, torch.zeros(2, HIDDEN), None)
+    link.put_stream(0, torch.zeros(2, HIDDEN))
     link.raise_end()
     link.end()
     assert not link.is_done(1)
@@ -307,7 +306,7 @@ def test_flags_of_a_step_that_was_given_up_satisfy_no_later_wait(
     link: LinkSide, engine: EngineSide
 ) -> None:
     assert link.begin(_entry(1), _step())
-    link.put_stream(0, torch.zeros(2, HIDDEN), None)
+    link.put_stream(0, torch.zeros(2, HIDDEN))
     engine.begin(2)
     engine.await_input(0, 2)
     assert _is_lost(engine)
@@ -316,7 +315,7 @@ def test_flags_of_a_step_that_was_given_up_satisfy_no_later_wait(
 def test_a_rehearsal_neither_waits_nor_raises(link: LinkSide, engine: EngineSide) -> None:
     link.mask()
     link.await_ready(0)
-    link.put_stream(0, torch.zeros(2, HIDDEN), None)
+    link.put_stream(0, torch.zeros(2, HIDDEN))
     link.raise_end()
     link.end()
     engine.begin(0)
