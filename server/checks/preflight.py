@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.available_memory import available_bytes
-from tandemkv.cache_rank.protocol.memory.one_device import is_on_one_device
 from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
 from tandemkv.cache_rank.protocol.models.index_channels import check_index_channels
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_config, read_model_spec
@@ -47,24 +46,15 @@ class ResolvedLaunch:
         return self.settings.rank_settings.placement
 
 
-def resolve_launch(
-    settings: ServeSettings, progress: Callable[[str], None], *, num_ranks_here: int = 2
-) -> ResolvedLaunch:
+def resolve_launch(settings: ServeSettings, progress: Callable[[str], None]) -> ResolvedLaunch:
     """Check everything that can be checked without starting a process.
 
-    `progress` is told what takes a while. This launch starts `num_ranks_here`, if the cache rank is
-    a process of its own. Raises `SettingsError` if the settings do not fit this machine, the model
-    or this version, `UnsupportedModelError` if the model cannot be served or its queries cannot be
-    predicted, `ModelFilesError` if a file of it is missing, damaged, or does not fit the others.
+    `progress` is told what takes a while. Raises `SettingsError` if the settings do not fit this
+    machine, the model or this version, `UnsupportedModelError` if the model cannot be served or its
+    queries cannot be predicted, `ModelFilesError` if a file of it is missing, damaged, or does not
+    fit the others.
     """
-    on_one_device = settings.wished_link != "local" and is_on_one_device()
-    is_elsewhere = on_one_device or settings.cache_rank_address is not None
-    needs_one = is_elsewhere or settings.selection.declared.attends  # on the host's CPU
-    device = resolve_device(
-        settings.device,
-        cache_ranks=settings.cache_ranks,
-        num_ranks_here=1 if needs_one else num_ranks_here,
-    )
+    device = resolve_device(settings.device)
     check_runs_on(settings, device)
     check_sglang_args(settings.sglang_args, device=device)
     check_adapters(settings.sglang_args)

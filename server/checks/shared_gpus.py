@@ -22,7 +22,8 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
 
     The GPUs of a tensor-parallel rank and of its engines need peer access to each other, and
     nothing else. One GPU for both is for tests, and needs CUDA MPS. So does link ``message``, where
-    a rank and its pump are on one GPU. Raises `SettingsError`, with what to use instead.
+    a rank and its pump are on one GPU. That there are enough GPUs `resolve_placement` has checked.
+    Raises `SettingsError`, with what to use instead.
     """
     if placement.engine_device != "cuda" or not placement.maps_memory:
         return
@@ -32,15 +33,7 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     if is_on_one_device():
         _check_mps(environ, f"{ONE_DEVICE_VARIABLE} with transport=shared")
         return
-    num_gpus, num_models = torch.cuda.device_count(), placement.tp_per_node
-    count = placement.head_shards
-    num_needed = num_models * (1 + count)
-    if num_gpus < num_needed:
-        raise SettingsError(
-            f"transport=shared on GPUs needs one for each process, {num_needed}, {num_gpus} seen "
-            "(CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, or for tests set "
-            f"{ONE_DEVICE_VARIABLE}=1 under CUDA MPS"
-        )
+    num_models, count = placement.tp_per_node, placement.head_shards
     for model in range(num_models):
         first = num_models + model * count
         # Of several engines each reads what the others' GPUs have of the pool.

@@ -49,7 +49,7 @@ def become_inference_rank(
     settings = as_pair(settings)
     if settings.cache_ranks:  # it fills in no files, and the handshake compares them
         settings = settings.model_copy(update={"calibrated": False})
-    launch = resolve_launch(settings, progress, num_ranks_here=1)
+    launch = resolve_launch(settings, progress)
     run_dir = RunDir.create(path)
     refuse_live_server(run_dir)
     if launch.settings.cache_ranks:

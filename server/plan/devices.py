@@ -9,30 +9,18 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 
-def resolve_device(device: str, *, cache_ranks: int | None = None, num_ranks_here: int = 2) -> str:
-    """Decide the device of both ranks. A cache rank that was asked for needs a GPU too.
+def resolve_device(device: str) -> str:
+    """Decide ``auto``: the CPU only where there is no GPU at all. Too few are refused later.
 
-    ``auto`` is the CPU only where there is no GPU at all: too few are refused as with ``cuda``.
-
-    `num_ranks_here` are the processes with a GPU of their own that this launch starts, if there is
-    a cache rank. Raises `SettingsError` if cuda cannot be used, or too few GPUs are seen.
+    Raises `SettingsError` if cuda cannot be used.
     """
     if device == "cpu":
         return "cpu"
-    has_cuda = torch.cuda.is_available()
-    num_needed = num_ranks_here if cache_ranks else 1
-    num_gpus = torch.cuda.device_count() if has_cuda else 0
-    if device == "auto" and not num_gpus:
-        return "cpu"
-    if not has_cuda:
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
         raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
-    if num_gpus < num_needed:
-        raise SettingsError(
-            f"device={device} with cache_ranks={cache_ranks} needs {num_needed} GPUs, {num_gpus} "
-            "seen (CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, which keeps the cache rank "
-            "inside the inference rank's process, or --device cpu"
-        )
-    return "cuda"
+    return "cpu"
 
 
 def cache_rank_device(settings: ServeSettings) -> str:
@@ -46,7 +34,7 @@ def cache_rank_device(settings: ServeSettings) -> str:
 
     if "cuda" not in find_policy(settings.selection.policy).capabilities.devices:
         return "cpu"
-    return resolve_device(settings.device, num_ranks_here=1)
+    return resolve_device(settings.device)
 
 
 def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:

@@ -279,11 +279,16 @@ def _check_gpus(
     num_gpus = torch.cuda.device_count()
     if num_gpus < num_needed:
         nodes = f" on each of {placement.num_nodes} nodes" if placement.num_nodes > 1 else ""
+        instead = "lower --tp, or use "
+        if is_far:
+            instead = (
+                "lower --tp or --cache-ranks, or use --cache-ranks 0, which keeps the cache rank "
+                "inside the inference rank's process, or "
+            )
         raise SettingsError(
             f"tensor_parallel={tp_size} and cache_ranks={placement.num_cache_ranks} with "
             f"transport={placement.link} needs {num_needed} GPUs{nodes}, {num_gpus} seen "
-            "(CUDA_VISIBLE_DEVICES counts); lower --tp"
-            + (" or --cache-ranks, or use --cache-ranks 0" if is_far else "")
+            f"(CUDA_VISIBLE_DEVICES counts); {instead}--device cpu"
         )
     planned = GpuPlacement(
         kind=PlacementKind.SEPARATE if has_cache_gpus else PlacementKind.IN_PROCESS,

@@ -17,7 +17,7 @@ from tandemkv.cache_rank.protocol.memory.one_device import APART, ONE_DEVICE_VAR
 from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
 from tandemkv.server.checks.preflight import resolve_cache_rank, resolve_launch
 from tandemkv.server.launch.sglang_command import cache_rank_env, sglang_argv, sglang_env
-from tandemkv.server.plan.devices import as_pair, cache_rank_device, placed_alone, resolve_device
+from tandemkv.server.plan.devices import as_pair, cache_rank_device, placed_alone
 from tandemkv.server.plan.placement_choice import resolve_placement
 from tandemkv.server.settings.launch_settings import ServeSettings
 
@@ -34,18 +34,24 @@ def model_dir(tmp_path: Path) -> Path:
     return write_model(tmp_path)
 
 
-def test_a_cache_rank_needs_a_gpu_of_its_own(gpus: pytest.MonkeyPatch) -> None:
+def test_a_cache_rank_needs_a_gpu_of_its_own(gpus: pytest.MonkeyPatch, model_dir: Path) -> None:
+    memory = SimpleNamespace(total_memory=139 << 30, name="a GPU")
+    gpus.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
+    gpus.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    gpus.delenv(ONE_DEVICE_VARIABLE, raising=False)
+
+    def device_of(device: str, cache_ranks: int) -> str:
+        given = {"model": str(model_dir), "port": 0, "cache_ranks": cache_ranks, "device": device}
+        return resolve_launch(ServeSettings.model_validate(given), lambda _: None).device
+
     for device in ("cuda", "auto"):  # what was asked for is not done on the CPU unsaid
         with pytest.raises(SettingsError, match=r"needs 2 GPUs, 1 seen.*--cache-ranks 0.*cpu"):
-            resolve_device(device, cache_ranks=1)
-    assert resolve_device("cuda", cache_ranks=0) == "cuda"
-    assert resolve_device("cuda", cache_ranks=1, num_ranks_here=1) == "cuda", (
-        "one rank of a pair, by itself"
-    )
+            device_of(device, cache_ranks=1)
+    assert device_of("cuda", cache_ranks=0) == "cuda"
     gpus.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_device("cuda", cache_ranks=1) == resolve_device("auto", cache_ranks=1) == "cuda"
-    gpus.setattr(torch.cuda, "device_count", lambda: 0)
-    assert resolve_device("auto", cache_ranks=1) == "cpu"
+    assert device_of("cuda", cache_ranks=1) == device_of("auto", cache_ranks=1) == "cuda"
+    gpus.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of("auto", cache_ranks=1) == "cpu"
 
 
 def test_one_gpu_stands_for_two_where_tests_ask_for_it(
@@ -250,7 +256,7 @@ def test_ranks_that_are_started_apart_fill_in_the_same(
     settings = ServeSettings.model_validate(
         {"model": str(model_dir), "device": "cuda", "port": 0, "selection": selection}
     )
-    launch = resolve_launch(as_pair(settings), lambda _: None, num_ranks_here=1)
+    launch = resolve_launch(as_pair(settings), lambda _: None)
     device = cache_rank_device(settings)
     found, found_dir = resolve_cache_rank(settings, device, lambda _: None)
     assert found_dir == launch.model_dir
