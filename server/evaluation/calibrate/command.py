@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -28,21 +28,9 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model
 from tandemkv.server.evaluation.corpus import Texts, cut_texts
 from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
-from tandemkv.server.models.calibrated import (
-    CALIBRATED_POLICY,
-    channels_file,
-    kept_channels,
-    queries_file,
-)
+from tandemkv.server.models.calibrated import channels_file, kept_channels, queries_file
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 
-if TYPE_CHECKING:
-    import torch
-
-Method = Literal["kascade", "sync_kv", "look_ahead"]
-METHODS = get_args(Method)
-_DTYPES = ("auto", "float32", "bfloat16")
-_DEVICES = ("auto", "cpu", "cuda")
 _SHORT_TEXTS, _SHORT_TOKENS = 32, 1000
 # Rotation turns some channels so slowly that short texts tell nothing of them (decision record 35).
 _LONG_TEXTS, _LONG_TOKENS = 3, 16384
@@ -54,8 +42,8 @@ class Request:
 
     model: Annotated[str, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")]
     policy: Annotated[
-        str | None,
-        option("Policy that the file is for, written to --out.", metavar="|".join(METHODS)),
+        Literal["kascade", "sync_kv", "look_ahead"] | None,
+        option("Policy that the file is for, written to --out."),
     ] = None
     index_channels: Annotated[
         int | None,
@@ -96,19 +84,16 @@ class Request:
         int, option("look_ahead: layers from the residual stream to the query.", min=1, max=8)
     ] = 1
     dtype: Annotated[
-        str,
-        option(
-            "Type to compute in. auto: bfloat16 on a GPU, else float32.",
-            metavar="|".join(_DTYPES),
-        ),
+        Literal["auto", "float32", "bfloat16"],
+        option("Type to compute in. auto: bfloat16 on a GPU, else float32."),
     ] = "auto"
     device: Annotated[
-        str,
-        option("Where the model runs. auto: a GPU if there is one.", metavar="|".join(_DEVICES)),
+        Literal["auto", "cpu", "cuda"],
+        option("Where the model runs. auto: a GPU if there is one."),
     ] = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse unknown names, and texts that are too short."""
+        """Refuse options that contradict each other, and texts that are too short."""
         if self.policy is not None and self.index_channels is not None:
             raise SettingsError(
                 "policy, index_channels: a file is for one; give --policy or --index-channels"
@@ -122,10 +107,6 @@ class Request:
             raise SettingsError(
                 f"index_channels={self.index_channels} must be a multiple of {STEP}"
             )
-        for name, allowed in (("policy", METHODS), ("dtype", _DTYPES), ("device", _DEVICES)):
-            given = getattr(self, name)
-            if given is not None and given not in allowed:
-                raise SettingsError(f"{name}={given} must be one of {', '.join(allowed)}")
         tokens = self.tokens or _SHORT_TOKENS
         if self.policy in ("kascade", "sync_kv") and tokens <= 2 * self.top_k:
             raise SettingsError(
@@ -153,17 +134,22 @@ def calibrate(request: Request) -> None:
 
     Files are for this model only.
     """
+    import torch
+
     from tandemkv.server.checks.preflight import resolve_model
+    from tandemkv.server.plan.devices import resolve_device
 
     console = Console(stderr=True, highlight=False)
     with console.status(f"looking for {request.model} ...") as shown:
         model_dir = resolve_model(request.model, shown.update)
-    with on_device(request.device) as device:
-        request = replace(request, dtype=computed_in(request.dtype, device))
+    device = resolve_device(request.device)
+    if request.dtype == "auto":  # all scores of long texts, in float32, fill a GPU
+        request = replace(request, dtype="bfloat16" if device == "cuda" else "float32")
+    with torch.device(device):
         try:
             for path, summary in _calibrate(model_dir, request, console):
                 console.print(f"[green]ok[/]  {path}: {summary}", soft_wrap=True)
-        except _out_of_memory() as error:
+        except torch.OutOfMemoryError as error:
             smaller = "" if request.dtype == "bfloat16" else "--dtype bfloat16, "
             raise CalibrationError(
                 f"device={device}: not enough memory for dtype={request.dtype}; use {smaller}"
@@ -206,7 +192,7 @@ def calibrate_for_serve(
         ) from error
     part = queries.with_name(f"part-{os.getpid()}.safetensors")
     try:
-        of_policy = replace(request, policy=CALIBRATED_POLICY, out=part)
+        of_policy = replace(request, policy="look_ahead", out=part)
         summary = fit_queries(model_dir, of_policy, part, console)
         yield part.replace(queries), summary
         gc.collect()  # its model: hooks refer to who reads them
@@ -217,33 +203,6 @@ def calibrate_for_serve(
             yield part.replace(channels), summary
     finally:
         part.unlink(missing_ok=True)
-
-
-def computed_in(dtype: str, device: torch.device) -> str:
-    """Return `dtype`, or what ``auto`` means on `device`.
-
-    Attention of long texts in float32 takes the memory of all scores on a GPU.
-    """
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if device.type == "cuda" else "float32"
-
-
-def on_device(device: str) -> torch.device:
-    """Return what, entered, has model and sums on `device`; raises `SettingsError` without one."""
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("device=cuda: torch sees no GPU; drop --device")
-    return torch.device(device)
-
-
-def _out_of_memory() -> type[Exception]:
-    import torch
-
-    return torch.OutOfMemoryError
 
 
 def fit_queries(model_dir: Path, request: Request, out: Path, console: Console) -> str:
