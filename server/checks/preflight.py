@@ -212,10 +212,10 @@ def check_memory(settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, d
     """
     needed = estimate_memory(settings, spec, model_dir, device=device)
     available = available_bytes()
-    if available is None or needed.total_bytes <= available:
+    if available is None or needed.total <= available:
         return
-    rest = available - (needed.total_bytes - needed.cache_bytes)
-    fitting = max(0, rest * settings.cache.capacity_tokens // max(1, needed.cache_bytes))
+    rest = available - (needed.total - needed.kv)
+    fitting = max(0, rest * settings.cache.capacity_tokens // max(1, needed.kv))
     advice = (
         f"--cache-tokens {fitting // 256 * 256} would fit"
         if fitting >= 256
@@ -223,5 +223,5 @@ def check_memory(settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, d
     )
     raise SettingsError(
         f"cache.capacity_tokens={settings.cache.capacity_tokens} does not fit: needed "
-        f"{gib(needed.total_bytes)} ({needed.describe()}), available {gib(available)}; {advice}"
+        f"{gib(needed.total)} ({needed.describe()}), available {gib(available)}; {advice}"
     )

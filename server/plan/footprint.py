@@ -31,9 +31,11 @@ PREFIX_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes on one GPU, by part."""
+    """Bytes on one GPU, or in the host's memory, by part."""
 
     weights: int = 0
+    predictor: int = 0
+    """W_q that queries are predicted with, where it is a copy."""
     kv: int = 0
     states: int = 0
     key_index: int = 0
@@ -53,7 +55,7 @@ class Footprint:
         """Return the parts in GiB, largest first."""
         parts = sorted(asdict(self).items(), key=lambda item: -item[1])
         return " + ".join(
-            f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in parts if size
+            f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in parts if size
         )
 
 
@@ -104,7 +106,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     if placement.kind is PlacementKind.IN_PROCESS:
         dtype = load.own_predictor_dtype
         copy = copied if dtype == "native" else shape.predictor_copy_bytes(dtype)
-        model["weights"] += _shard(copy, tp_size)
+        model["predictor"] = _shard(copy, tp_size)
         return PlacementMemory(
             inference=Footprint(
                 kv=_shard(kv, tp_size),
@@ -115,7 +117,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
             )
         )
     # While the start hands W_q to the cache GPU, the model's GPU holds all of it.
-    model["weights"] += _shard(copied, tp_size)
+    model["predictor"] = _shard(copied, tp_size)
     caches = placement.num_cache_gpus
 
     def heads(size: int) -> int:
@@ -126,7 +128,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
             resident_set=resident, staging=_shard(prefix_bytes(shape, load), tp_size), **model
         ),
         cache=Footprint(
-            weights=heads(shape.predictor_copy_bytes(load.predictor_dtype)),
+            predictor=heads(shape.predictor_copy_bytes(load.predictor_dtype)),
             kv=_shard(_largest(kv, shape.num_layers, caches // tp_size), tp_size),
             key_index=heads(index),
             selection_scratch=heads(scratch),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.models.architectures import find_architecture
@@ -11,7 +10,7 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_confi
 from tandemkv.cache_rank.protocol.models.weight_formats import read_weight_format
 from tandemkv.server.settings.launch_settings import ServeSettings
 
-from .footprint import GIB, num_states
+from .footprint import GIB, Footprint, num_states
 from .shape import ITEM_BYTES, linear_shape
 
 PROCESS_TREE_BYTES = 3 * GIB
@@ -22,39 +21,6 @@ RANK_BYTES = 1 * GIB
 """Of each tensor-parallel rank beyond the first: SGLang's process and its cache rank, likewise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Host memory of both processes, in bytes.
-
-    `predictor_bytes` is the W_q that queries are predicted with, where it is a copy; `state_bytes`
-    what layers of linear attention keep of requests.
-    """
-
-    cache_bytes: int = 0
-    resident_bytes: int = 0
-    weight_bytes: int = 0
-    predictor_bytes: int = 0
-    state_bytes: int = 0
-    process_bytes: int = PROCESS_TREE_BYTES
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum of the parts."""
-        return sum(asdict(self).values())
-
-    def describe(self) -> str:
-        """Return the parts in GiB."""
-        parts = {
-            "cache": self.cache_bytes,
-            "resident set": self.resident_bytes,
-            "states": self.state_bytes,
-            "weights": self.weight_bytes,
-            "W_q": self.predictor_bytes,
-            "processes": self.process_bytes,
-        }
-        return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-
-
 def gib(size: int) -> str:
     """Return `size` in GiB, two digits."""
     return f"{size / GIB:.2f} GiB"
@@ -62,8 +28,8 @@ def gib(size: int) -> str:
 
 def estimate_memory(
     settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
-) -> MemoryEstimate:
-    """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs.
+) -> Footprint:
+    """Return what both ranks need of the host's memory; on cuda the ranks check their GPUs.
 
     Beside an engine on the host's CPU the K/V of all tokens are the host's.
     """
@@ -74,7 +40,7 @@ def estimate_memory(
     extra_ranks = (num_cache_ranks - tp_size) // nodes if num_cache_ranks else 0
     processes += extra_ranks * CACHE_RANK_BYTES
     if device != "cpu" and not placement.host_engine:
-        return MemoryEstimate(process_bytes=processes)
+        return Footprint(runtime=processes)
     item = ITEM_BYTES.get(spec.dtype, 4)
     kv_item = 1 if settings.cache.stored_dtype else item
     num_heads = max(spec.num_kv_heads, tp_size)  # each rank has one at least
@@ -83,7 +49,7 @@ def estimate_memory(
     stored = spec.num_layers - len(spec.linear_layers)
     cached = 0 if is_far else settings.cache.capacity_tokens * stored * layer_bytes
     if device != "cpu":
-        return MemoryEstimate(process_bytes=processes, cache_bytes=cached)
+        return Footprint(runtime=processes, kv=cached)
     # In memory that two processes map each layer has as many slots.
     is_local = placement.link == "local"
     num_full = spec.num_layers - len(spec.other_layers)
@@ -100,11 +66,11 @@ def estimate_memory(
     predicts = selection.declared.predicts_from_hidden and is_copied
     projection = spec.num_qo_heads * spec.head_dim * spec.hidden_size * item
     rows = settings.max_running_requests * selection.row_tokens
-    return MemoryEstimate(
-        cache_bytes=cached // nodes,
-        resident_bytes=rows * num_sets * layer_bytes // nodes,
-        state_bytes=states * num_states(settings.max_running_requests, "cpu") // nodes,
-        process_bytes=processes,
-        weight_bytes=files * item // ITEM_BYTES.get(saved, item) // nodes,
-        predictor_bytes=num_full * projection // nodes if predicts else 0,
+    return Footprint(
+        kv=cached // nodes,
+        resident_set=rows * num_sets * layer_bytes // nodes,
+        states=states * num_states(settings.max_running_requests, "cpu") // nodes,
+        runtime=processes,
+        weights=files * item // ITEM_BYTES.get(saved, item) // nodes,
+        predictor=num_full * projection // nodes if predicts else 0,
     )

@@ -69,10 +69,10 @@ def test_the_cache_is_counted_as_the_hosts_memory(
     gpus(1)
     settings, _ = resolve(tmp_path, **LFPS)
     needed = estimate_memory(settings, SPEC, tmp_path, device="cuda")
-    assert needed.cache_bytes == 8 * 65536 * SPEC.num_layers * 2 * 8 * 128 * 2
-    assert needed.resident_bytes == needed.weight_bytes == 0  # those are the GPU's
+    assert needed.kv == 8 * 65536 * SPEC.num_layers * 2 * 8 * 128 * 2
+    assert needed.resident_set == needed.weights == 0  # those are the GPU's
     monkeypatch.setattr(preflight, "available_bytes", lambda: 40 << 30)
-    with pytest.raises(SettingsError, match=r"cache 72\.00 GiB.*--cache-tokens \d+ would fit"):
+    with pytest.raises(SettingsError, match=r"kv 72\.00 .*--cache-tokens \d+ would fit"):
         preflight.check_memory(settings, SPEC, tmp_path, device="cuda")
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
-from tandemkv.server.plan.memory import CACHE_RANK_BYTES, MemoryEstimate, estimate_memory
+from tandemkv.server.plan.footprint import Footprint
+from tandemkv.server.plan.memory import CACHE_RANK_BYTES, estimate_memory
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 SPEC = ModelSpec(
@@ -32,7 +33,7 @@ LAYER_BYTES = 2 * 2 * 8 * 4
 def estimate(
     folder: Path, spec: ModelSpec, cache_ranks: int, tensor_parallel: int = 1,
     config: dict[str, int] | None = None,
-) -> MemoryEstimate:  # fmt: skip
+) -> Footprint:  # fmt: skip
     (folder / "config.json").write_text(json.dumps({"dtype": "float32"} | (config or {})))
     settings = ServeSettings.model_validate(
         {
@@ -52,8 +53,8 @@ def test_layers_with_a_window_have_room_for_sets_only_in_mapped_memory(tmp_path:
     one_layer = 4 * row_tokens * LAYER_BYTES
     for spec, cache_ranks, num_layers in ((SPEC, 0, 6), (hybrid, 0, 2), (hybrid, 1, 6)):
         found = estimate(tmp_path, spec, cache_ranks)
-        assert found.cache_bytes == 4096 * 6 * LAYER_BYTES
-        assert found.resident_bytes == num_layers * one_layer
+        assert found.kv == 4096 * 6 * LAYER_BYTES
+        assert found.resident_set == num_layers * one_layer
 
 
 def test_states_take_the_place_of_k_and_v(tmp_path: Path) -> None:
@@ -63,19 +64,19 @@ def test_states_take_the_place_of_k_and_v(tmp_path: Path) -> None:
         SPEC, architecture="Qwen3NextForCausalLM", linear_layers=(0, 1, 3, 4)
     )
     found = estimate(tmp_path, spec, 0, config=linear)
-    assert found.cache_bytes == 4096 * 2 * LAYER_BYTES
+    assert found.kv == 4096 * 2 * LAYER_BYTES
     # A float32 state and three bfloat16 tokens to convolve, of three states for each of four.
-    assert found.state_bytes == 4 * (4 * 16 * 8 * 4 + 3 * (2 * 2 * 8 + 4 * 16) * 2) * (3 * 4 + 1)
+    assert found.states == 4 * (4 * 16 * 8 * 4 + 3 * (2 * 2 * 8 + 4 * 16) * 2) * (3 * 4 + 1)
     # W_q without its gates is a copy.
     projection = SPEC.num_qo_heads * SPEC.head_dim * SPEC.hidden_size * 4
-    assert found.predictor_bytes == 2 * projection
-    assert "states 0.00 GiB" in found.describe()
+    assert found.predictor == 2 * projection
+    assert "states 0.00" in found.describe()
     with pytest.raises(UnsupportedModelError, match=r"linear attention .*linear_num_key_heads"):
         estimate(tmp_path, spec, 0)
 
 
 def test_each_cache_rank_is_a_process(tmp_path: Path) -> None:
     """Two processes of the model with one cache rank, with one each, and with two each."""
-    found = [estimate(tmp_path, SPEC, count, 2).process_bytes for count in (1, 2, 4)]
+    found = [estimate(tmp_path, SPEC, count, 2).runtime for count in (1, 2, 4)]
     assert [size - found[1] for size in found] == [-CACHE_RANK_BYTES, 0, 2 * CACHE_RANK_BYTES]
-    assert estimate(tmp_path, SPEC, 0, 2).process_bytes == found[1]
+    assert estimate(tmp_path, SPEC, 0, 2).runtime == found[1]

@@ -28,7 +28,8 @@ from tandemkv.server.cli import doctor
 from tandemkv.server.launch.serve import make_plan
 from tandemkv.server.plan import placement_choice
 from tandemkv.server.plan.devices import placed_alone
-from tandemkv.server.plan.memory import RANK_BYTES, MemoryEstimate, estimate_memory
+from tandemkv.server.plan.footprint import Footprint
+from tandemkv.server.plan.memory import RANK_BYTES, estimate_memory
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import check_sglang_args
 from tandemkv.server.settings.sources import Sourced, load_settings
@@ -99,7 +100,7 @@ def test_refuses_a_capacity_beyond_memory_with_the_numbers(
     # 2 (K, V) x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes a token: 2^23 tokens are 4 GiB.
     with pytest.raises(SettingsError) as caught:
         resolve(model_dir, cache={"capacity_tokens": 1 << 23})
-    assert "cache 4.00 GiB" in str(caught.value)
+    assert "kv 4.00" in str(caught.value)
     assert "available 4.00 GiB; --cache-tokens 20" in str(caught.value)
 
 
@@ -276,13 +277,13 @@ def test_passes_other_sglang_arguments() -> None:
 def test_each_tensor_parallel_rank_takes_memory(model_dir: Path) -> None:
     spec = read_model_spec(model_dir, dtype="float32")
 
-    def needed(tp_size: int) -> MemoryEstimate:
+    def needed(tp_size: int) -> Footprint:
         settings = ServeSettings(model=str(model_dir), tensor_parallel=tp_size)
         return estimate_memory(settings, spec, model_dir, device="cpu")
 
     alone, two, four = needed(1), needed(2), needed(4)
-    assert two.total_bytes == alone.total_bytes + RANK_BYTES
-    assert four.cache_bytes == 2 * alone.cache_bytes  # of two KV heads, each of four ranks has one
+    assert two.total == alone.total + RANK_BYTES
+    assert four.kv == 2 * alone.kv  # of two KV heads, each of four ranks has one
 
 
 def test_the_plan_of_a_cpu_launch(

@@ -137,11 +137,13 @@ def test_the_plan_counts_smaller_matrices_and_w_q_once_more(
     load = Workload(context_tokens=65536, concurrency=8, num_resident=2052)
     for kind, caches in ((PlacementKind.IN_PROCESS, 0), (PlacementKind.SEPARATE, 1)):
         placement = Placement(kind=kind, tp_size=1, num_cache_gpus=caches)
-        found = memory_of(placement, shape, load).inference.weights
-        assert found == shape.weight_bytes + 36 * 4096 * (4096 + 1) * 2
+        found = memory_of(placement, shape, load).inference
+        assert found.weights == shape.weight_bytes
+        assert found.predictor == 36 * 4096 * (4096 + 1) * 2
         exact = Workload(context_tokens=65536, concurrency=8, num_resident=4, predicts=False)
-        assert memory_of(placement, shape, exact).inference.weights == shape.weight_bytes
-        assert memory_of(placement, plain, load).inference.weights == plain.weight_bytes
+        for form, asked in ((shape, exact), (plain, load)):
+            found = memory_of(placement, form, asked).inference
+            assert (found.weights, found.predictor) == (form.weight_bytes, 0)
 
 
 def test_host_memory_has_w_q_where_it_is_held_once_more(tmp_path: Path) -> None:
@@ -153,8 +155,8 @@ def test_host_memory_has_w_q_where_it_is_held_once_more(tmp_path: Path) -> None:
             {"model": str(tmp_path), "selection": {"policy": policy}}
         )
         needed = estimate_memory(settings, spec, tmp_path, device="cpu")
-        assert ("W_q" in needed.describe()) == (needed.predictor_bytes > 0)
-        return needed.predictor_bytes
+        assert ("predictor" in needed.describe()) == (needed.predictor > 0)
+        return needed.predictor
 
     assert bytes_of("look_ahead") == 4 * 64 * 64 * 2
     assert bytes_of("exact") == 0

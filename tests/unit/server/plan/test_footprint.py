@@ -102,7 +102,8 @@ def test_layers_of_linear_attention_have_states() -> None:
     gate = 8 * 16
     assert hybrid.weight_bytes == full.weight_bytes + 2 * 4 * linear
     assert full.weight_bytes == TINY.weight_bytes + 2 * 2 * gate
-    assert found.weights == hybrid.weight_bytes + hybrid.predictor_bytes  # without gates
+    assert found.weights == hybrid.weight_bytes
+    assert found.predictor == hybrid.predictor_bytes  # without gates
     assert hybrid.predictor_bytes == TINY.predictor_bytes
 
 
@@ -176,20 +177,20 @@ def test_separate_ranks_by_hand() -> None:
     assert memory.inference.kv == memory.inference.key_index == 0
     assert memory.inference.books == 0
     assert memory.inference.staging == 2 * 100 * 32  # of two layers
-    assert memory.inference.weights == TINY.weight_bytes
+    assert (memory.inference.weights, memory.inference.predictor) == (TINY.weight_bytes, 0)
     assert memory.cache is not None
     assert memory.cache.kv == 300 * 64 // 2
     assert memory.cache.key_index == 300 * 2 * 2 * (4 + 4) // 2
     # Two lanes, 300 tokens, two heads: two float16, two pairs of float32 for 16 tokens, two bits.
     assert memory.cache.selection_scratch == 2 * 300 * 2 * (4 + 1 + 1 / 4) // 2
     assert memory.inference.selection_scratch == 0
-    assert memory.cache.weights == -(-TINY.predictor_copy_bytes("int8") // 2)
+    assert memory.cache.predictor == -(-TINY.predictor_copy_bytes("int8") // 2)
     for limit, longest in ((250, 250), (1000, 300)):  # no request is longer than all K/V
         longer = memory_of(placement, TINY, replace(LOAD, max_context=limit))
         assert longer.inference.staging == 2 * longest * 32
     one = memory_of(replace(placement, num_cache_gpus=1), TINY, LOAD).cache
     assert one is not None
-    assert one.weights == TINY.predictor_copy_bytes("int8")
+    assert one.predictor == TINY.predictor_copy_bytes("int8")
     # Streams of 8 and two of four heads' queries, of two layers; two layers' prompt queries.
     assert memory.cache.staging == (2 * 3 * (8 + 8) + 2 * 3 * 64 * 8) * 2
     # Position and use of 20 slots of a head, of four rows; and two versions.
@@ -229,8 +230,9 @@ def test_in_process_keeps_everything_on_the_inference_gpus() -> None:
         TINY,
         replace(LOAD, own_predictor_dtype="int8"),
     )
-    more = copied.inference.weights - memory.inference.weights
-    assert more == TINY.predictor_copy_bytes("int8") // 2
+    assert copied.inference.weights == memory.inference.weights
+    assert memory.inference.predictor == 0
+    assert copied.inference.predictor == TINY.predictor_copy_bytes("int8") // 2
 
 
 def test_fitted_projections_are_held_beside_w_q() -> None:
@@ -240,10 +242,11 @@ def test_fitted_projections_are_held_beside_w_q() -> None:
     )
     for placement in (own, far):
         plain, fitted = (
-            memory_of(placement, TINY, load).inference.weights
+            memory_of(placement, TINY, load).inference
             for load in (LOAD, replace(LOAD, is_fitted=True))
         )
-        assert fitted - plain == TINY.predictor_bytes
+        assert fitted.weights == plain.weights
+        assert (plain.predictor, fitted.predictor) == (0, TINY.predictor_bytes)
     selection = SelectionSettings(declared=DeclaredPolicy(predictor="FILE"))
     assert Workload.from_selection(selection, context_tokens=100, concurrency=1).is_fitted
     idle = memory_of(
