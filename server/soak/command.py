@@ -18,7 +18,7 @@ from tandemkv.server.evaluation.compact_json import compact_json
 from tandemkv.server.evaluation.request_options import option, takes
 
 if TYPE_CHECKING:
-    from .run import SoakSettings
+    from .faults import Action
     from .target import Target
 
 _STARTED, _RUNNING = "kill,stop,pause,delay,drop", "none"
@@ -36,7 +36,9 @@ class SoakRequest:
     url: Annotated[
         str | None, option("Address of a running server, to use instead of a new one.")
     ] = None
-    duration: Annotated[float, option("Seconds of load.", min=10, max=7 * 86400)] = 180.0
+    duration_s: Annotated[
+        float, option("Seconds of load.", "--duration", min=10, max=7 * 86400)
+    ] = 180.0
     seed: Annotated[int, option("Decides which requests are sent and which faults are caused.")] = 1
     concurrency: Annotated[int, option("Requests at once.", min=1, max=1024)] = 4
     faults: Annotated[
@@ -46,15 +48,27 @@ class SoakRequest:
             f"with commas; default {_STARTED} for a server that is started, {_RUNNING} for --url."
         ),
     ] = None
-    calm: Annotated[float, option("Mean seconds between two kills or stops.", min=1)] = 45.0
-    longest: Annotated[
+    calm_s: Annotated[
+        float, option("Mean seconds between two kills or stops.", "--calm", min=1)
+    ] = 45.0
+    longest_tokens: Annotated[
         int, option("Tokens of the longest prompt, about.", "--longest-prompt", min=64)
     ] = 600
-    ready_within: Annotated[
-        float, option("Seconds that a server may take from a crash until it is ready.", min=1)
+    ready_within_s: Annotated[
+        float,
+        option(
+            "Seconds that a server may take from a crash until it is ready.",
+            "--ready-within",
+            min=1,
+        ),
     ] = 60.0
-    refused_within: Annotated[
-        float, option("Seconds within which 95 % of bad requests must be refused.", min=0.01)
+    refused_within_s: Annotated[
+        float,
+        option(
+            "Seconds within which 95 % of bad requests must be refused.",
+            "--refused-within",
+            min=0.01,
+        ),
     ] = 1.0
     expect_no_loss: Annotated[
         bool, option("Fail if the loss of a cache rank ends a single request.", "--expect-no-loss")
@@ -64,6 +78,14 @@ class SoakRequest:
         None
     )
     out: Annotated[Path | None, option("Write the report there.", "--json", metavar="FILE")] = None
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Faults that are caused; raises as `parse_actions`."""
+        from .faults import parse_actions
+
+        usual = _STARTED if self.url is None else _RUNNING
+        return parse_actions(usual if self.faults is None else self.faults)
 
 
 @takes(SoakRequest)
@@ -76,23 +98,13 @@ def soak(request: SoakRequest) -> None:
 
     Exit code 1 if anything fails.
     """
-    from .faults import parse_actions, points_text
-    from .run import SoakSettings
+    from .faults import points_text
     from .target import running_target, started_target
 
     model, url = request.model, request.url
     if (model is None) == (url is None):
         raise SettingsError("give either a MODEL to start a server with, or --url of one that runs")
-    usual = _STARTED if url is None else _RUNNING
-    actions = parse_actions(usual if request.faults is None else request.faults)
-    settings = SoakSettings(
-        duration_s=request.duration,
-        seed=request.seed,
-        concurrency=request.concurrency,
-        actions=actions,
-        calm_s=request.calm,
-        longest_tokens=request.longest,
-    )
+    actions = request.actions
     console = Console(stderr=True, highlight=False)
     target: contextlib.AbstractContextManager[Target]
     if url is not None:
@@ -111,32 +123,24 @@ def soak(request: SoakRequest) -> None:
         target = started_target(model, passed_through(request.ctx), faults=faults)
     # As Ctrl-C: the server that was started is ended, and its files go.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if not _run(target, settings, request, console):
+    if not _run(target, request, console):
         raise typer.Exit(1)
 
 
 def _run(
-    target: contextlib.AbstractContextManager[Target],
-    settings: SoakSettings,
-    request: SoakRequest,
-    console: Console,
+    target: contextlib.AbstractContextManager[Target], request: SoakRequest, console: Console
 ) -> bool:
-    from .judge import Rules, judge
+    from .judge import judge
     from .report import as_json, as_tables
     from .run import soak as run_soak
 
-    rules = Rules(
-        ready_within_s=request.ready_within,
-        refused_within_s=request.refused_within,
-        expect_no_loss=request.expect_no_loss,
-    )
     with target as server:
         if server.processes is None:
             console.print("the server is on another host: no faults, and no processes to look at")
-        found = run_soak(server, settings, console.print)
-    verdict = judge(found, server, rules)
+        found = run_soak(server, request, console.print)
+    verdict = judge(found, server)
     where = "started for the soak" if server.is_ours else server.url
-    report = as_json(found, verdict, rules, where)
+    report = as_json(found, verdict, where)
     if request.out is not None:
         request.out.write_text(compact_json(report), encoding="utf-8")
     Console(highlight=False).print(as_tables(report))

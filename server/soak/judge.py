@@ -51,28 +51,16 @@ class Verdict:
         return all(check.passed for check in self.checks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What is required."""
-
-    ready_within_s: float = 60.0
-    """Longest time from a crash to ready again."""
-    refused_within_s: float = 1.0
-    """Time within which 95 % of bad requests must be refused."""
-    expect_no_loss: bool = False
-    """Whether requests must survive what happens to the cache rank alone."""
-
-
-def judge(found: Findings, target: Target, rules: Rules) -> Verdict:
-    """Judge what was seen."""
+def judge(found: Findings, target: Target) -> Verdict:
+    """Judge what was seen by what was asked for."""
     windows = Windows(found.faults, found.point_faults)
     endings = Counter(windows.ending_of(outcome) for outcome in found.outcomes)
     agreement = compare(found.outcomes, found.solos)
     latency, memory = latencies(found, windows), memory_slopes(found)
     checks = [
-        *_of_answers(found, windows, endings, rules),
+        *_of_answers(found, windows, endings),
         *_of_canaries(found, agreement["dense"]),
-        *_of_faults(found, windows, rules),
+        *_of_faults(found, windows),
         *_of_leaks(found),
         *_of_end(target),
         *_of_slopes(latency, memory),
@@ -87,12 +75,11 @@ def judge(found: Findings, target: Target, rules: Rules) -> Verdict:
     )
 
 
-def _of_answers(
-    found: Findings, windows: Windows, endings: Counter[str], rules: Rules
-) -> Iterable[Check]:
+def _of_answers(found: Findings, windows: Windows, endings: Counter[str]) -> Iterable[Check]:
+    asked = found.asked
     for name in NOT_WELL:
         yield _none(f"requests: {name}", endings[name])
-    if rules.expect_no_loss:
+    if asked.expect_no_loss:
         lost = sum(windows.is_loss_of_cache_rank(outcome) for outcome in found.outcomes)
         yield _none("requests lost to the cache rank", lost)
     codes = {outcome.request.code for outcome in found.outcomes if outcome.request.code}
@@ -112,8 +99,8 @@ def _of_answers(
         yield Check(
             "bad requests: 95 % are refused within, s",
             round(slow, 3),
-            f"at most {rules.refused_within_s:g}",
-            slow <= rules.refused_within_s,
+            f"at most {asked.refused_within_s:g}",
+            slow <= asked.refused_within_s,
         )
 
 
@@ -129,15 +116,16 @@ def _of_canaries(found: Findings, dense: Agreement) -> Iterable[Check]:
     yield _none("solo answers that differ after the soak", changed)
 
 
-def _of_faults(found: Findings, windows: Windows, rules: Rules) -> Iterable[Check]:
+def _of_faults(found: Findings, windows: Windows) -> Iterable[Check]:
+    allowed_s = found.asked.ready_within_s
     times = [fault.recovery_s for fault in found.faults]
-    late = [each for each in times if each is None or each > rules.ready_within_s]
+    late = [each for each in times if each is None or each > allowed_s]
     if times:
         slowest = max((each for each in times if each is not None), default=None)
         yield Check(
             "faults after which it is not ready again in time; slowest, s",
             f"{len(late)} of {len(times)}; {slowest and round(slowest, 1)}",
-            f"0, at most {rules.ready_within_s:g}",
+            f"0, at most {allowed_s:g}",
             not late,
         )
     restarts = [each for each in found.watch.restarts if not windows.during(each.time, each.time)]
@@ -221,7 +209,7 @@ def latencies(found: Findings, windows: Windows) -> dict[str, Slope | None]:
         "time per token": [statistics.fmean(outcome.gaps_s) for outcome in probes],
     }
     return {
-        name: slope_of(times, values, beside=others, seed=found.settings.seed)
+        name: slope_of(times, values, beside=others, seed=found.asked.seed)
         for name, values in series.items()
     }
 

@@ -15,15 +15,17 @@ from rich.table import Table
 
 from .client import Outcome
 from .faults import Fault
-from .judge import Rules, Verdict
+from .judge import Verdict
 from .run import Findings, QuietPoint
 from .slope import Slope
 from .windows import NOT_WELL, Windows
 
+_SETTINGS = ("duration_s", "seed", "concurrency", "actions", "calm_s", "longest_tokens")
+_RULES = ("ready_within_s", "refused_within_s", "expect_no_loss")
 _MOST_SHOWN = 50
 
 
-def as_json(found: Findings, verdict: Verdict, rules: Rules, target: str) -> dict[str, Any]:
+def as_json(found: Findings, verdict: Verdict, target: str) -> dict[str, Any]:
     """Return the whole report."""
     points = Counter(
         f"{line['point']} {line['action']}" for line in found.point_faults if line["point"]
@@ -34,8 +36,8 @@ def as_json(found: Findings, verdict: Verdict, rules: Rules, target: str) -> dic
     return {
         "passed": verdict.passed,
         "target": target,
-        "settings": asdict(found.settings),
-        "rules": asdict(rules),
+        "settings": {name: getattr(found.asked, name) for name in _SETTINGS},
+        "rules": {name: getattr(found.asked, name) for name in _RULES},
         "seconds": round(found.ended - found.began, 1),
         "checks": [check._asdict() for check in verdict.checks],
         "endings": verdict.endings,

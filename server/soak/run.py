@@ -10,42 +10,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandemkv.server.launch.probes import StatusUnavailableError, fetch_status
 
 from .canaries import SoakError, Solo, record_solo
 from .client import Outcome
-from .faults import Action, Chaos, Fault
+from .faults import Chaos, Fault
 from .processes import Held
 from .requests import Load, Request
 from .target import Target
 from .watch import Watch
 
+if TYPE_CHECKING:
+    from .command import SoakRequest
+
 _CANARIES = 9
-_LONGEST_TOKENS = 600
 _PROBE_EVERY_S = 2.0
 _QUIET_TIMEOUT_S = 150.0
 _UNREACHABLE_PAUSE_S = 1.0
 _MOST_QUIET = 6
 _METRICS = re.compile(r"^sglang:(num_used_tokens)\{[^}]*\} (\S+)$", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoakSettings:
-    """What is done."""
-
-    duration_s: float
-    """Of the load; start and end of a server come on top."""
-    seed: int
-    """Decides requests and faults."""
-    concurrency: int
-    actions: tuple[Action, ...]
-    """Faults; see `faults.ACTIONS`."""
-    calm_s: float
-    """Mean time between two faults."""
-    longest_tokens: int = _LONGEST_TOKENS
-    """About how long the longest prompts are."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +49,7 @@ class QuietPoint:
 class Findings:
     """All that a soak saw; `judge` makes a verdict of it."""
 
-    settings: SoakSettings
+    asked: SoakRequest
     began: float
     ended: float = 0.0
     solos: list[Solo]
@@ -77,17 +62,17 @@ class Findings:
     status: dict[str, Any] = field(default_factory=dict)
 
 
-def soak(target: Target, settings: SoakSettings, tell: Callable[[str], None]) -> Findings:
+def soak(target: Target, asked: SoakRequest, tell: Callable[[str], None]) -> Findings:
     """Load `target`, do faults, and return what was seen.
 
     Raises `SoakError` if the server does not answer before anything was done to it.
     """
-    load = Load(settings.seed, canaries=_CANARIES, longest_tokens=settings.longest_tokens)
+    load = Load(asked.seed, canaries=_CANARIES, longest_tokens=asked.longest_tokens)
     tell("recording what each canary is answered alone")
     is_dense = dense_rule(fetch_status(target.url))
     solos = record_solo(target.client, load, _CANARIES, is_dense)
     watch = Watch(target.url, target.processes)
-    found = Findings(settings=settings, began=time.time(), solos=solos, watch=watch)
+    found = Findings(asked=asked, began=time.time(), solos=solos, watch=watch)
     watch.start()
     run = _Run(target, load, found, tell)
     try:
@@ -127,12 +112,12 @@ class _Run:
         self, target: Target, load: Load, found: Findings, tell: Callable[[str], None]
     ) -> None:
         self._target, self._load, self._found, self._tell = target, load, found, tell
-        self._settings = found.settings
+        self._asked = found.asked
         self._lock = threading.Lock()
         self._number = self._probes = 0
         self._stopping, self._open = threading.Event(), threading.Event()
         self._busy = 0
-        senders = [self._send_load] * self._settings.concurrency + [self._send_probes]
+        senders = [self._send_load] * self._asked.concurrency + [self._send_probes]
         self._threads = [threading.Thread(target=send, daemon=True) for send in senders]
 
     def warm_up(self) -> None:
@@ -141,25 +126,25 @@ class _Run:
             thread.start()
         self._tell("warming up")
         self._open.set()
-        time.sleep(min(20.0, self._settings.duration_s / 6))
+        time.sleep(min(20.0, self._asked.duration_s / 6))
         self._quiet()
 
     def go(self) -> None:
         """Load and faults, with quiet points on the way and at the end."""
-        settings, watch, processes = self._settings, self._found.watch, self._target.processes
+        asked, watch, processes = self._asked, self._found.watch, self._target.processes
         chaos = None
         if processes is not None:
             chaos = Chaos(
-                seed=settings.seed,
-                actions=settings.actions,
+                seed=asked.seed,
+                actions=asked.actions,
                 processes=processes,
                 is_ready=lambda: watch.is_ready,
-                calm_s=settings.calm_s,
+                calm_s=asked.calm_s,
             )
             self._found.faults = chaos.faults
             chaos.start()
-        end = time.monotonic() + settings.duration_s
-        parts = max(1, min(_MOST_QUIET, int(settings.duration_s // 60)))
+        end = time.monotonic() + asked.duration_s
+        parts = max(1, min(_MOST_QUIET, int(asked.duration_s // 60)))
         for part in range(parts):
             self._tell(f"load and faults, part {part + 1} of {parts}")
             self._open.set()

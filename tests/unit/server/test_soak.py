@@ -22,8 +22,9 @@ from tandemkv.cache_rank.protocol.fault_points import parse_faults
 from tandemkv.server.soak import faults as faults_module
 from tandemkv.server.soak.canaries import Solo, compare, record_solo
 from tandemkv.server.soak.client import Client, Outcome
+from tandemkv.server.soak.command import SoakRequest
 from tandemkv.server.soak.faults import Chaos, Fault, parse_actions, points_text
-from tandemkv.server.soak.judge import Rules, judge
+from tandemkv.server.soak.judge import judge
 from tandemkv.server.soak.processes import (
     CACHE_RANK,
     HTTP,
@@ -34,7 +35,7 @@ from tandemkv.server.soak.processes import (
 )
 from tandemkv.server.soak.report import as_json, as_tables
 from tandemkv.server.soak.requests import BAD_REQUESTS, Load, Request
-from tandemkv.server.soak.run import Findings, QuietPoint, SoakSettings, dense_rule
+from tandemkv.server.soak.run import Findings, QuietPoint, dense_rule
 from tandemkv.server.soak.slope import slope_of
 from tandemkv.server.soak.target import Target
 from tandemkv.server.soak.watch import Restart, Watch
@@ -268,12 +269,12 @@ def held(*, fds: int = 20, files: tuple[str, ...] = (), segments: int = 1) -> He
     )
 
 
-def findings(outcomes: list[Outcome], *, last: Held, rows: int = 0) -> Findings:
-    settings = SoakSettings(duration_s=60, seed=1, concurrency=1, actions=(), calm_s=1)
+def findings(outcomes: list[Outcome], *, last: Held, rows: int = 0, **rules: Any) -> Findings:
+    asked = SoakRequest(ctx=None, duration_s=60, faults="stop,kill", **rules)  # type: ignore[arg-type]
     solo = Solo(text=" a", num_tokens=1, is_dense=True)
     good = ended("complete", text=" a", canary=0)
     return Findings(
-        settings=settings,
+        asked=asked,
         began=0.0,
         ended=60.0,
         solos=[solo],
@@ -292,9 +293,16 @@ def failed(found: Findings, **target: Any) -> list[str]:
         url="http://x", client=Client("http://x"), processes=None, is_ours=bool(target),
         left=target.get("left"), exit_status=target.get("exit_status"),
     )  # fmt: skip
-    verdict = judge(found, server, Rules())
-    report = as_json(found, verdict, Rules(), "a test")
+    verdict = judge(found, server)
+    report = as_json(found, verdict, "a test")
     assert report["passed"] is verdict.passed
+    assert report["settings"] == {
+        "duration_s": 60, "seed": 1, "concurrency": 4, "actions": ("kill", "stop"), "calm_s": 45.0,
+        "longest_tokens": 600,
+    }  # fmt: skip
+    assert report["rules"] == {
+        "ready_within_s": 60.0, "refused_within_s": 1.0, "expect_no_loss": False,
+    }  # fmt: skip
     as_tables(report)
     return [check.name for check in verdict.checks if not check.passed]
 
@@ -337,7 +345,7 @@ def test_bad_requests_are_to_be_refused_in_time(
     for outcome, time_s in zip(bad, times_s, strict=True):
         outcome.ended = outcome.started + time_s
     server = Target(url="http://x", client=Client("http://x"), processes=None, is_ours=False)
-    verdict = judge(findings(bad, last=held()), server, Rules(refused_within_s=allowed_s))
+    verdict = judge(findings(bad, last=held(), refused_within_s=allowed_s), server)
     (found,) = [check for check in verdict.checks if check.name.startswith("bad requests")]
     assert found.value == max(times_s)
     assert found.passed == passes
