@@ -6,11 +6,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,7 +20,7 @@ from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.server.checks.ports import choose_port
-from tandemkv.server.evaluation.provenance import version_of
+from tandemkv.server.evaluation.provenance import ChildError, run_python, version_of
 from tandemkv.server.plan.devices import resolve_device
 from tandemkv.server.plan.memory import PROCESS_TREE_BYTES, gib
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
@@ -30,7 +30,6 @@ from .gpu_checks import check_gpus
 
 MINIMUM_PYTHON, NEWEST_PYTHON = (3, 11), (3, 12)
 _CONTRACT = "from tandemkv.inference_rank.sglang.contract import check_contract; check_contract()"
-_SUBPROCESS_TIMEOUT_S = 180
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -38,7 +37,7 @@ def run_checks(*, port: int, run_dir: Path | None) -> list[Finding]:
     """Run every check; one that breaks down is itself a failure."""
     checks: dict[str, Callable[[], Finding | list[Finding]]] = {
         "python": check_python,
-        "torch": check_torch,
+        "torch": lambda: Finding("torch", "ok", torch.__version__),
         "sglang": check_sglang,
         "plugin": check_plugin,
         "contract": check_contract,
@@ -84,14 +83,6 @@ def check_python() -> Finding:
     return Finding("python", "ok", f"{version}, {sys.executable}")
 
 
-def check_torch() -> Finding:
-    """Look for PyTorch."""
-    version = version_of("torch")
-    if version is None:
-        return Finding("torch", "fail", "not installed", "install tandemkv's requirements")
-    return Finding("torch", "ok", version)
-
-
 def check_sglang() -> Finding:
     """Look for an SGLang that the plugin takes, and say where that version was run."""
     version = version_of("sglang")
@@ -116,10 +107,11 @@ def check_plugin() -> Finding:
 
 def check_contract() -> Finding:
     """Check that every symbol of SGLang that the plugin touches is there."""
-    error = _run_python(_CONTRACT, {"SGLANG_USE_CPU_ENGINE": "1"} if _is_cpu() else {})
-    if error is not None:
+    try:
+        run_python(_CONTRACT, {"SGLANG_USE_CPU_ENGINE": "1"} if _is_cpu() else {})
+    except ChildError as error:
         advice = f"install sglang=={version_of('sglang') or sglang_versions.OLDEST} anew"
-        return Finding("contract", "fail", error, advice)
+        return Finding("contract", "fail", str(error), advice)
     return Finding("contract", "ok", "every symbol of SGLang that is used is there")
 
 
@@ -187,22 +179,3 @@ def check_run_dir(path: Path | None) -> Finding:
 
 def _is_cpu() -> bool:
     return resolve_device("auto") == "cpu"
-
-
-def _run_python(code: str, env: dict[str, str]) -> str | None:
-    """Run `code` in a fresh interpreter; return the last line of its error, None if it worked."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=_SUBPROCESS_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no result within {_SUBPROCESS_TIMEOUT_S} s"
-    if done.returncode == 0:
-        return None
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"exit code {done.returncode}"

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,11 +20,15 @@ PACKAGES = (
     *("transformers", "numpy"),
 )
 """Packages whose versions are recorded where they are installed."""
-_QUERY_TIMEOUT_S = 120
+_CHILD_TIMEOUT_S = 180
 
 
 class BenchError(TandemKVError):
     """A benchmark could not be run, or gave nothing that can be reported."""
+
+
+class ChildError(TandemKVError):
+    """A fresh interpreter failed; the text is its last line."""
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,17 +98,33 @@ def query_gpu() -> Gpu | None:
         f"import msgspec; from {__name__} import visible_gpu; "
         "print(msgspec.json.encode(visible_gpu()).decode())"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=_QUERY_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        found = run_python(code, {})
+    except ChildError as error:
+        raise BenchError(f"the GPU could not be queried: {error}") from error
+    return msgspec.json.decode(found, type=Gpu | None)
+
+
+def run_python(code: str, env: Mapping[str, str]) -> str:
+    """Return what `code` prints in a fresh interpreter, with `env` beside this environment.
+
+    Raises `ChildError`, with the last line of its error, if it fails or does not end.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-W", "ignore", "-c", code],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=_CHILD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ChildError(f"no result within {_CHILD_TIMEOUT_S} s") from error
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no output"]
-        raise BenchError(f"the GPU could not be queried: {lines[-1]}")
-    return msgspec.json.decode(done.stdout, type=Gpu | None)
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ChildError(lines[-1])
+    return done.stdout
 
 
 def _driver_version() -> str:
