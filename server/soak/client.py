@@ -16,6 +16,8 @@ from .requests import Request
 
 Ending = Literal["complete", "hung up", "error event", "cut", "unreachable", "timeout"]
 _MAX_TEXT = 4096
+_SILENCE_S = 120.0
+"""Longest silence of the server within an answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,22 +45,14 @@ class Outcome:
 
 
 class Client:
-    """Talks to one server; any thread may use it.
-
-    `timeout_s` is the longest silence of the server within an answer.
-    """
+    """Talks to one server; any thread may use it."""
 
     def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        admin_key: str | None = None,
-        timeout_s: float = 120.0,
+        self, url: str, *, api_key: str | None = None, admin_key: str | None = None
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
-        self._api_key, self._admin_key, self._timeout_s = api_key, admin_key, timeout_s
+        self._api_key, self._admin_key = api_key, admin_key
 
     def ask(self, method: str, path: str, *, is_admin: bool = False) -> tuple[int, bytes]:
         """Send a request without a body, and return status and answer.
@@ -80,7 +74,7 @@ class Client:
     def send(self, request: Request) -> Outcome:
         """Send `request`; never raises for what the server does."""
         outcome = Outcome(request=request, started=time.time())
-        connection = self._connection(self._timeout_s)
+        connection = self._connection(_SILENCE_S)
         try:
             connection.connect()
         except OSError:

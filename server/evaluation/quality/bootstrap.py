@@ -33,16 +33,15 @@ class Interval(NamedTuple):
         return f"{self.mean:+.{digits}f}{unit} ({low} to {high})"
 
 
-def mean_interval(values: ArrayLike, *, draws: int = DRAWS, seed: int = 0) -> Interval:
+def mean_interval(values: ArrayLike) -> Interval:
     """Return the mean of independent values ``[N]``, N > 0, e.g. of samples.
 
-    With one value the interval is that value: it says nothing. There are `draws` resamples, drawn
-    from the state `seed`.
+    With one value the interval is that value: it says nothing.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"values of shape {array.shape}: a non-empty vector is required")
-    chosen = np.random.default_rng(seed).integers(0, array.size, size=(draws, array.size))
+    chosen = np.random.default_rng(0).integers(0, array.size, size=(DRAWS, array.size))
     return _interval(float(array.mean()), array[chosen].mean(axis=1))
 
 

@@ -29,7 +29,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     generator = np.random.default_rng(2)
     hits = 0
     for _ in range(200):
-        found = mean_interval(generator.random(40), draws=500)
+        found = mean_interval(generator.random(40))
         hits += found.low <= 0.5 <= found.high
     assert 0.88 <= hits / 200 <= 0.99
 
@@ -51,11 +51,10 @@ def test_a_short_last_block_counts_by_its_length() -> None:
     assert 7.5 <= found.low <= found.high <= 32.0
 
 
-def test_equal_values_have_no_spread_and_equal_seeds_give_equal_intervals() -> None:
+def test_equal_values_have_no_spread_and_an_interval_is_the_same_each_time() -> None:
     assert mean_interval([0.25, 0.25]) == (0.25, 0.25, 0.25)
     values = np.random.default_rng(4).random(30)
     assert mean_interval(values) == mean_interval(values)
-    assert mean_interval(values, seed=1, draws=50) != mean_interval(values, seed=2, draws=50)
 
 
 def test_nothing_is_refused() -> None:

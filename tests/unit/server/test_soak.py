@@ -19,6 +19,7 @@ from soak_world import send_events, send_json, serving
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import parse_faults
+from tandemkv.server.soak import client as client_module
 from tandemkv.server.soak import faults as faults_module
 from tandemkv.server.soak.canaries import Solo, compare, record_solo
 from tandemkv.server.soak.client import Client, Outcome
@@ -75,8 +76,9 @@ def test_canaries_are_the_same_prompts_whenever_they_come() -> None:
 
 
 def outcome_of(answer: Any, request: Request = STREAM) -> Outcome:
-    with serving(answer) as url:
-        return Client(url, timeout_s=1.0).send(request)
+    with serving(answer) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_module, "_SILENCE_S", 1.0)
+        return Client(url).send(request)
 
 
 def test_a_whole_stream_is_complete_and_its_times_are_known() -> None:
