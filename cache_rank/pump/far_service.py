@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors,
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids, same_gpu
 from tandemkv.cache_rank.protocol.memory.shared_region import STAMPS, RegionSizes, specs_by_life
-from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane, MeetingPoint
+from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane
 from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.letters import (
     Admitted,
@@ -51,7 +51,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .contents import Contents
 from .far import Announced, FarReceiver, FarSender
-from .gpu_link import Wires, break_wires, make_lanes, open_wires
+from .gpu_link import Wires, make_lanes, meet_host
 from .records import Op, Outbox, read_records
 from .session import Pulse, PumpSession
 from .side import Side
@@ -182,25 +182,16 @@ class FarPump:
         self._door.send(peer, Admitted(welcome))
 
     def _open(self, guest: _Guest, meet: Meet) -> None:
-        limit_s = self._settings.exchange.transfer_timeout_s
+        def tell(place: bytes, _: tuple[bytes, ...]) -> bytes:
+            self._door.send(guest.peer, Met(guest.welcome.epoch, place))
+            return meet.place
+
         try:
-            point = MeetingPoint(
-                self._door.address.host, CACHE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
-            )
-            wires = open_wires(
-                CACHE_END, self._homes.here, self._door.address.host, _TIMEOUT_S, meet.wires,
-                num_sharing=self._settings.placement.head_shards,
+            plane, wires = meet_host(
+                CACHE_END, self._homes.here, self._door.address.host, self._settings, _TIMEOUT_S,
+                meet.token, tell, meet.wires,
             )  # fmt: skip
             try:
-                self._door.send(guest.peer, Met(guest.welcome.epoch, point.place))
-                plane = point.meet(meet.place, meet.token)
-            except BaseException:
-                break_wires(wires, "the two hosts do not meet")
-                raise
-            plane.breaks_with += [wire.abort for wire in wires]
-            try:
-                for wire, place in zip(wires, meet.wires, strict=True):
-                    wire.meet(place)
                 guest.session = self._begin(guest, meet, plane, wires)
             except BaseException:
                 plane.close()
@@ -234,12 +225,10 @@ class FarPump:
         announced, out = Announced(), Outbox(plane)
         received, sent = Contents(side), Contents(side, books.get("resident_positions"))
         lanes = make_lanes(side, sent, received, out, wires, settings.exchange.transfer_timeout_s)
-        plane.breaks_with.insert(0, lanes.abort)
-        session.at_end(lanes.close)
         session.start(
+            lanes,
             FarReceiver(side, received.plan, plane, lanes.receives, announced).run,
             FarSender(side, sent, out, lanes.sends, announced).run,
-            *lanes.watches(session.await_over),
         )
         return session
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError
-from tandemkv.cache_rank.protocol.message.data_plane import INFERENCE_END
+from tandemkv.cache_rank.protocol.message.data_plane import INFERENCE_END, DataPlane, MeetingPoint
 from tandemkv.cache_rank.protocol.message.nccl_wire import MOST_CTAS, NcclWire, prepare_nccl
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .contents import Contents
 from .lanes import HostReceiveLane, HostSendLane
@@ -93,6 +94,34 @@ def make_lanes(
             side, received, receives, timeout_s=timeout_s, number=12, is_back=is_near
         ),
     )
+
+
+def meet_host(
+    end: int, device: torch.device, interface: str, settings: RankSettings, timeout_s: float,
+    token: bytes, tell: Callable[[bytes, tuple[bytes, ...]], bytes], places: tuple[bytes, ...] = (),
+) -> tuple[DataPlane, Wires]:  # fmt: skip
+    """Return the data plane to the other host, and the wires of `open_wires`, which break with it.
+
+    `tell` is given where this end is met, its wires as well, and returns where the other end is.
+    Both know `token`. Raises as `MeetingPoint` and its `meet`, `open_wires`, `NcclWire.meet`, and
+    `tell` do.
+    """
+    limit_s, num_sharing = settings.exchange.transfer_timeout_s, settings.placement.head_shards
+    point = MeetingPoint(interface, end, timeout_s=timeout_s, transfer_timeout_s=limit_s)
+    wires = open_wires(end, device, interface, timeout_s, places, num_sharing=num_sharing)
+    try:
+        plane = point.meet(tell(point.place, tuple(wire.place for wire in wires)), token)
+    except BaseException:
+        break_wires(wires, "the two hosts do not meet")
+        raise
+    plane.breaks_with += [wire.abort for wire in wires]
+    try:
+        for wire, place in zip(wires, places or (b"",) * len(wires), strict=True):
+            wire.meet(place)
+    except BaseException:
+        plane.close()
+        raise
+    return plane, wires
 
 
 def open_wires(

@@ -8,7 +8,7 @@ import hmac
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
@@ -29,12 +29,7 @@ from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTens
 from tandemkv.cache_rank.protocol.memory.shared_devices import differing_gpu, gpu_uuids
 from tandemkv.cache_rank.protocol.memory.shared_region import STAMPS
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
-from tandemkv.cache_rank.protocol.message.data_plane import (
-    INFERENCE_END,
-    TOKEN_BYTES,
-    DataPlane,
-    MeetingPoint,
-)
+from tandemkv.cache_rank.protocol.message.data_plane import INFERENCE_END, TOKEN_BYTES, DataPlane
 from tandemkv.cache_rank.protocol.message.door import Caller
 from tandemkv.cache_rank.protocol.message.keys import KeyPair
 from tandemkv.cache_rank.protocol.message.letters import (
@@ -63,7 +58,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .contents import Contents
-from .gpu_link import Wires, break_wires, make_lanes, open_wires
+from .gpu_link import Wires, make_lanes, meet_host
 from .near import NearReceiver, NearSender
 from .records import PIECE_BYTES, Op, Outbox
 from .session import Pulse, PumpSession
@@ -227,20 +222,22 @@ class NearPump:
         made = MappedTensors()
         plane: DataPlane | None = None
         try:
-            is_new = STAMPS not in tensors or not int(tensors[STAMPS][0])
             count = self._settings.placement.head_shards
             shard = HeadShard(self._rank % count, count, tensors["kv"].shape[3])
-            plane, wires, memory = self._meet(caller, welcome.epoch, tensors, shard, is_new=is_new)
+            # Beside a GPU each cache rank has weights of its own, of its heads alone.
+            extra = weights_for(tensors, HeadShard() if self._homes.are_on_gpu else shard)
+            plane, wires = self._meet(caller, welcome.epoch, tensors, extra)
+            memory = self._hand_over(caller, plane, extra)
             made.allocate(STAMPS, (1,), torch.int64, "host").fill_(memory)
             send_tensors(connection, made)
         except BaseException as error:
+            if plane is not None:
+                plane.close()
             with contextlib.suppress(OSError):  # it may be gone, and that the reason
                 send_tensors(connection, error=str(error)[:_MAX_TEXT])
             connection.close()
             tensors.close()
             made.close()
-            if plane is not None:
-                plane.close()
             if isinstance(error, OSError):
                 raise CacheRankLostError(f"the inference rank is gone: {error}") from error
             raise
@@ -252,72 +249,50 @@ class NearPump:
         lanes = make_lanes(side, sent, received, out, wires, self._exchange.transfer_timeout_s)
         receiver = NearReceiver(side, received.plan, plane, lanes.receives)
         sender = NearSender(side, sent.plan, out, lanes.sends, receiver)
-        plane.breaks_with.insert(0, lanes.abort)
-        session.at_end(lanes.close)
         queues = (receiver.run_queued,) if lanes.receives.is_queued else ()
-        watches = lanes.watches(session.await_over)
-        session.start(sender.run, receiver.run, *queues, *watches)
+        session.start(lanes, sender.run, receiver.run, *queues)
         return session
 
     def _meet(
-        self,
-        caller: Caller,
-        epoch: int,
-        tensors: MappedTensors,
-        shard: HeadShard,
-        *,
-        is_new: bool,
-    ) -> tuple[DataPlane, Wires, int]:
-        """Return the data plane, between GPUs wires, and the name of the memory at the other end.
-
-        The wires break with the data plane.
-        """
-        # Beside a GPU each cache rank has weights of its own, of its heads alone.
-        extra = weights_for(tensors, HeadShard() if self._homes.are_on_gpu else shard)
-        token = os.urandom(TOKEN_BYTES)
-        limit_s = self._exchange.transfer_timeout_s
-        interface = caller.address.own_host()
-        point = MeetingPoint(
-            interface, INFERENCE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
-        )
+        self, caller: Caller, epoch: int, tensors: MappedTensors, extra: Mapping[str, torch.Tensor]
+    ) -> tuple[DataPlane, Wires]:
+        """Return the data plane, and between GPUs wires; the other end is told what `extra` is."""
+        is_new = STAMPS not in tensors or not int(tensors[STAMPS][0])
         homes = {x.name: x.home for x in tensors.specs}
         specs = tuple(
             TensorSpec(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), homes[name])
             for name, x in extra.items()
         )
-        wires = open_wires(
-            INFERENCE_END, self._homes.here, interface, _TIMEOUT_S, num_sharing=shard.count
-        )
-        try:
-            places = tuple(wire.place for wire in wires)
-            meet = Meet(epoch, point.place, token, specs, is_new, places)
-            met = caller.request(meet, _TIMEOUT_S)
+        token = os.urandom(TOKEN_BYTES)
+
+        def tell(place: bytes, wires: tuple[bytes, ...]) -> bytes:
+            met = caller.request(Meet(epoch, place, token, specs, is_new, wires), _TIMEOUT_S)
             if not isinstance(met, Met):
                 raise ProtocolError(f"Meet was answered with {type(met).__name__}")
-            plane = point.meet(met.place, token)
-        except BaseException:
-            break_wires(wires, "the two hosts do not meet")
-            raise
-        plane.breaks_with += [wire.abort for wire in wires]
-        try:
-            for wire in wires:
-                wire.meet()
-            out = Outbox(plane)
-            for number, tensor in enumerate(extra.values()):
-                content = tensor.reshape(-1).view(torch.uint8)
-                for first in range(0, len(content), PIECE_BYTES):
-                    out.put(Op.TENSOR, number, first, content[first : first + PIECE_BYTES])
-            out.put(Op.END)
-            out.flush()
-            opened = caller.receive(_TIMEOUT_S)
-            if isinstance(opened, Ended):
-                raise HandshakeRefusedError("memory", opened.reason)
-            if not isinstance(opened, Opened):
-                raise CacheRankLostError(f"{self._address}: its engine does not begin")
-        except BaseException:
-            plane.close()
-            raise
-        return plane, wires, opened.memory
+            return met.place
+
+        return meet_host(
+            INFERENCE_END, self._homes.here, caller.address.own_host(), self._settings, _TIMEOUT_S,
+            token, tell,
+        )  # fmt: skip
+
+    def _hand_over(
+        self, caller: Caller, plane: DataPlane, extra: Mapping[str, torch.Tensor]
+    ) -> int:
+        """Send `extra` in pieces; returns the name of the memory at the other end."""
+        out = Outbox(plane)
+        for number, tensor in enumerate(extra.values()):
+            content = tensor.reshape(-1).view(torch.uint8)
+            for first in range(0, len(content), PIECE_BYTES):
+                out.put(Op.TENSOR, number, first, content[first : first + PIECE_BYTES])
+        out.put(Op.END)
+        out.flush()
+        opened = caller.receive(_TIMEOUT_S)
+        if isinstance(opened, Ended):
+            raise HandshakeRefusedError("memory", opened.reason)
+        if not isinstance(opened, Opened):
+            raise CacheRankLostError(f"{self._address}: its engine does not begin")
+        return opened.memory
 
     def _end(self, reason: str) -> None:
         session = self._session

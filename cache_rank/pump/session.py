@@ -17,6 +17,8 @@ from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
 from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
 
+from .gpu_link import PumpLanes
+
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
 
@@ -81,19 +83,20 @@ class PumpSession:
         self.epoch, self.plane, self.connection = epoch, plane, connection
         self._tensors, self._over = tensors, threading.Event()
         self._threads: list[threading.Thread] = []
-        self._at_end: list[Callable[[], None]] = []
+        self._lanes: PumpLanes | None = None
         self.reason = ""
 
-    def start(self, *works: Callable[[], None]) -> None:
-        """Run `works`, a thread each."""
-        for work in works:
+    def start(self, lanes: PumpLanes, *works: Callable[[], None]) -> None:
+        """Run `works`, a thread each, and what watches over `lanes`, which they use.
+
+        Lanes end first of what breaks with the data plane, and are closed behind the threads.
+        """
+        self.plane.breaks_with.insert(0, lanes.abort)
+        self._lanes = lanes
+        for work in (*works, *lanes.watches(self.await_over)):
             thread = threading.Thread(target=self._run, args=(work,), name="pump", daemon=True)
             self._threads.append(thread)
             thread.start()
-
-    def at_end(self, release: Callable[[], None]) -> None:
-        """Call `release` once the threads have ended."""
-        self._at_end.append(release)
 
     def is_over(self) -> bool:
         """Whether the epoch has ended."""
@@ -115,8 +118,8 @@ class PumpSession:
         self.end("it was closed")
         for thread in self._threads:
             thread.join()
-        for release in self._at_end:
-            release()
+        if self._lanes is not None:
+            self._lanes.close()
         self.plane.close()
         for tensors in self._tensors:
             tensors.close()

@@ -28,7 +28,7 @@ from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.message.keys import make_keys
 from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX, put_weights
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.pump import far_service, gpu_link, near_service
+from tandemkv.cache_rank.pump import far_service, gpu_link
 from tandemkv.cache_rank.service import service
 from tandemkv.inference_rank.links.base import DecodeRows
 from tandemkv.inference_rank.links.shared import SharedLink
@@ -114,12 +114,11 @@ def _played_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_link, "NcclWire", QueueWire)
     monkeypatch.setattr(gpu_link, "prepare_nccl", lambda _: None)
     open_wires, gpu = gpu_link.open_wires, torch.device("cuda", 0)
-    for module in (near_service, far_service):
-        monkeypatch.setattr(
-            module,
-            "open_wires",
-            lambda end, _, *more, **named: open_wires(end, gpu, *more, **named),
-        )
+    monkeypatch.setattr(
+        gpu_link,
+        "open_wires",
+        lambda end, _, *more, **named: open_wires(end, gpu, *more, **named),
+    )
     for far in (far_service, service):
         monkeypatch.setattr(far, "gpu_uuids", lambda _: ("GPU-far", "GPU-far"))
 

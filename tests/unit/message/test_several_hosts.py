@@ -231,9 +231,10 @@ def test_threads_of_a_pump_work_on_its_gpu(
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     tensors: Any = SimpleNamespace(homes=Homes(inference=here, engine=here, here=here))
     tensors.close = lambda: None
-    unused: Any = SimpleNamespace(abort=lambda _: None, close=lambda: None)
+    unused: Any = SimpleNamespace(abort=lambda _: None, close=lambda: None, breaks_with=[])
+    unused.watches = lambda _: ()
     session, worked = PumpSession(1, unused, unused, (tensors,)), list[int]()
-    session.start(*[lambda: worked.append(threading.get_ident())] * 2)
+    session.start(unused, *[lambda: worked.append(threading.get_ident())] * 2)
     session.close()
     assert len(worked) == 2
     assert set(current) == (set() if here.type == "cpu" else {(x, here) for x in worked})
