@@ -27,8 +27,6 @@ from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane
 from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.letters import (
     Admitted,
-    Beat,
-    BeatReply,
     Ended,
     Knock,
     Letter,
@@ -39,6 +37,8 @@ from tandemkv.cache_rank.protocol.message.letters import (
 from tandemkv.cache_rank.protocol.messages import (
     PROTOCOL_VERSION,
     Goodbye,
+    Heartbeat,
+    HeartbeatReply,
     Hello,
     Refused,
     Welcome,
@@ -129,8 +129,8 @@ class FarPump:
         match letter:
             case Meet():
                 self._open(guest, letter)
-            case Beat():
-                self._door.send(peer, BeatReply(epoch=letter.epoch, sequence=letter.sequence))
+            case Heartbeat():
+                self._door.send(peer, HeartbeatReply(letter.epoch, letter.sequence, busy_s=0.0))
             case Ended():
                 self._close_epoch(letter.reason)
             case _:

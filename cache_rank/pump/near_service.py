@@ -34,8 +34,6 @@ from tandemkv.cache_rank.protocol.message.door import Caller
 from tandemkv.cache_rank.protocol.message.keys import KeyPair
 from tandemkv.cache_rank.protocol.message.letters import (
     Admitted,
-    Beat,
-    BeatReply,
     Ended,
     Knock,
     Meet,
@@ -45,6 +43,7 @@ from tandemkv.cache_rank.protocol.message.letters import (
 from tandemkv.cache_rank.protocol.messages import (
     PROTOCOL_VERSION,
     Goodbye,
+    Heartbeat,
     HeartbeatReply,
     Hello,
     Message,
@@ -163,10 +162,10 @@ class NearPump:
                 self._pulse.hear()
                 if isinstance(letter, Ended):
                     session.end(letter.reason)
-                elif not isinstance(letter, BeatReply):
+                elif not isinstance(letter, HeartbeatReply):
                     raise ProtocolError(f"{type(letter).__name__} came in the middle of an epoch")
             if self._pulse.is_due():
-                caller.send(Beat(epoch=session.epoch, sequence=self._pulse.sequence))
+                caller.send(Heartbeat(epoch=session.epoch, sequence=self._pulse.sequence))
         except TandemKVError as error:
             session.end(str(error))
         if self._pulse.is_over():

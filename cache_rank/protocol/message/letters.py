@@ -2,7 +2,7 @@
 """What the two ends of a link between hosts tell each other, besides steps and K/V.
 
 The inference rank's end speaks first. `Knock` and `Meet` are answered at once, with what they ask
-for or with `Refused`; `Beat` with `BeatReply`. Either end may say `Ended`.
+for or with `Refused`; `Heartbeat` with `HeartbeatReply`. Either end may say `Ended`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.messages import (
     AnyHello,
     Codec,
+    Heartbeat,
+    HeartbeatReply,
     Hello,
     Id,
     Refused,
@@ -86,20 +88,6 @@ class Opened(_Letter, frozen=True, tag=28):
     memory: Id
 
 
-class Beat(_Letter, frozen=True, tag=25):
-    """Prove that the sender lives."""
-
-    epoch: Id
-    sequence: Id
-
-
-class BeatReply(_Letter, frozen=True, tag=26):
-    """Answers `Beat`, whose numbers it has."""
-
-    epoch: Id
-    sequence: Id
-
-
 class Ended(_Letter, frozen=True, tag=27):
     """The epoch is over at the sender's."""
 
@@ -107,6 +95,6 @@ class Ended(_Letter, frozen=True, tag=27):
     reason: Text
 
 
-Letter = Knock | Admitted | Meet | Met | Opened | Beat | BeatReply | Ended | Refused
+Letter = Knock | Admitted | Meet | Met | Opened | Heartbeat | HeartbeatReply | Ended | Refused
 
 CODEC: Codec[Letter] = Codec(msgspec.msgpack.Decoder(Letter), _AnyKnock)

@@ -40,16 +40,21 @@ from tandemkv.cache_rank.protocol.message.keys import (
     own_keys,
     public_key,
 )
-from tandemkv.cache_rank.protocol.message.letters import Beat, BeatReply, Letter, Meet, Met
-from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Refused
+from tandemkv.cache_rank.protocol.message.letters import Letter, Meet, Met
+from tandemkv.cache_rank.protocol.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    HeartbeatReply,
+    Refused,
+)
 
 pytestmark = pytest.mark.timeout(60)
 _ANYWHERE = LinkAddress("127.0.0.1", 0)
 
 
 def _answer(letter: Letter) -> Letter:
-    assert isinstance(letter, Beat)
-    return BeatReply(epoch=letter.epoch, sequence=letter.sequence)
+    assert isinstance(letter, Heartbeat)
+    return HeartbeatReply(epoch=letter.epoch, sequence=letter.sequence, busy_s=0.0)
 
 
 @contextmanager
@@ -99,13 +104,13 @@ def keys(tmp_path: Path) -> Path:
 
 
 def _asks(caller: Caller, sequence: int = 1) -> Letter:
-    return caller.request(Beat(epoch=3, sequence=sequence), 5.0)
+    return caller.request(Heartbeat(epoch=3, sequence=sequence), 5.0)
 
 
 def test_who_has_the_keys_is_answered(keys: Path) -> None:
     with _serving(keys) as door, _calling(door, keys) as caller:
         for sequence in (1, 2):
-            reply = BeatReply(epoch=3, sequence=sequence)
+            reply = HeartbeatReply(epoch=3, sequence=sequence, busy_s=0.0)
             assert _asks(caller, sequence) == reply
 
 
@@ -119,7 +124,7 @@ def test_a_key_that_is_not_on_the_allow_list(keys: Path, tmp_path: Path) -> None
             pytest.raises(HandshakeRefusedError, match=r"not on its allow-list; copy"),
         ):
             _asks(caller)
-        assert isinstance(_asks(known), BeatReply)  # nothing was disturbed
+        assert isinstance(_asks(known), HeartbeatReply)  # nothing was disturbed
 
 
 def test_an_address_that_is_not_on_the_allow_list(keys: Path) -> None:
@@ -130,7 +135,7 @@ def test_an_address_that_is_not_on_the_allow_list(keys: Path) -> None:
     ):
         _asks(caller)
     with _serving(keys, hosts=("127.0.0.1",)) as door, _calling(door, keys) as caller:
-        assert isinstance(_asks(caller), BeatReply)
+        assert isinstance(_asks(caller), HeartbeatReply)
 
 
 def test_the_key_of_another_cache_rank(keys: Path, tmp_path: Path) -> None:
@@ -141,14 +146,14 @@ def test_the_key_of_another_cache_rank(keys: Path, tmp_path: Path) -> None:
         _calling(door, keys, public_key(other, CACHE_RANK)) as caller,
         pytest.raises(CacheRankLostError, match="not the cache rank whose key"),
     ):
-        caller.request(Beat(epoch=1, sequence=1), 1.0)
+        caller.request(Heartbeat(epoch=1, sequence=1), 1.0)
 
 
 def test_nobody_listens(keys: Path) -> None:
     with _serving(keys) as door:
         pass
     with _calling(door, keys) as caller, pytest.raises(CacheRankLostError, match="nobody listens"):
-        caller.request(Beat(epoch=1, sequence=1), 0.5)
+        caller.request(Heartbeat(epoch=1, sequence=1), 0.5)
 
 
 def _knows_no_name(*_: object, **__: object) -> None:
@@ -187,7 +192,7 @@ def test_the_inference_rank_may_come_first(
 
 def test_plain_and_random_bytes_disturb_nothing(keys: Path) -> None:
     with _serving(keys) as door, _calling(door, keys) as caller:
-        assert isinstance(_asks(caller), BeatReply)
+        assert isinstance(_asks(caller), HeartbeatReply)
         for data in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000)):
             with socket.create_connection((door.address.host, door.address.port)) as stranger:
                 stranger.sendall(data)
@@ -196,7 +201,7 @@ def test_plain_and_random_bytes_disturb_nothing(keys: Path) -> None:
             plain.connect(str(door.address))
             plain.send(b"hello")
             assert not plain.poll(300)
-        assert isinstance(_asks(caller, 2), BeatReply)
+        assert isinstance(_asks(caller, 2), HeartbeatReply)
         assert door.malformed == 0  # nothing of it was decoded
 
 
