@@ -22,14 +22,12 @@ _PREDICTING = ("observe_prompt", "release")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """Which of a policy's own methods the engine calls, besides `seed_scores` and `release`."""
+    """Own methods of a policy that the engine calls, besides `seed_scores`, `release`, `attend`."""
 
     selects: bool
     """In decode `select`, and `observe` if it wants to; else kernels rank all candidates."""
     observes_prompt: bool
     """`observe_prompt`."""
-    attends: bool
-    """In decode `attend`."""
     forgets: bool
     """What it remembers of a request is lost with the process: it does not make its rows
     (`Policy.make_rows`)."""
@@ -53,16 +51,10 @@ class Composition:
         return cls(
             selects=selects,
             observes_prompt=not is_kept and _differs(policy, Policy, "observe_prompt"),
-            attends=capabilities.attends,
             forgets=not is_kept
             and _differs(policy, Policy, "release")
             and not _differs(policy, Policy, "make_rows"),
         )
-
-    @property
-    def calls_in_steps(self) -> bool:
-        """Whether methods of the policy's own run in decode steps."""
-        return self.selects or self.attends
 
 
 def is_captured(policy: type[Policy]) -> bool:
@@ -72,8 +64,8 @@ def is_captured(policy: type[Policy]) -> bool:
     to be `PolicyCapabilities.graph_safe`. Then each step is launched anew.
     """
     capabilities = policy.capabilities
-    is_safe = capabilities.graph_safe or not Composition.of(policy).calls_in_steps
-    return is_safe and not capabilities.has_slow_steps
+    is_called = capabilities.attends or Composition.of(policy).selects
+    return (capabilities.graph_safe or not is_called) and not capabilities.has_slow_steps
 
 
 def check_device(policy: type[Policy], name: str, device: str) -> None:
