@@ -29,7 +29,7 @@ from tandemkv.kernels.streams import let_chain, shared_stream
 
 from .batch import DecodeBatch
 from .device_counters import DeviceCounters
-from .key_index import KeyIndex, interval_of, make_key_index
+from .key_index import KeyIndex, make_key_index
 from .lanes import LaneWeights, ScanOrder
 from .mirror import ResidentMirror
 from .page_index import PageBoundsIndex
@@ -66,7 +66,9 @@ class CacheEngine:
         self._policy = policy
         policy.make_rows(pools.allocate or self._zeros, pools.num_rows)
         composition = Composition.of(type(policy))
-        self.program = program = self._make_program(settings)
+        self.program = program = EngineProgram(
+            model, settings, policy.traits, page_size=pools.page_size
+        )
         self._place_of = {layer: i for i, layer in enumerate(program.sources)}
         self._head_maps = _head_maps_of(policy, program.selecting, device)
         self._sparse = [x for x in range(model.num_layers) if program.is_sparse_layer(x)]
@@ -100,19 +102,6 @@ class CacheEngine:
             let_chain(device)
         self._seeder = Seeder(model, pools, self._mirror, device)
         self._num_steps = 0
-
-    def _make_program(self, settings: RankSettings) -> EngineProgram:
-        """Return what is done in which step, by what the policy declares."""
-        policy, says = self._policy, self._policy.capabilities
-        return EngineProgram(
-            self._model,
-            settings,
-            timing=says.timing,
-            traits=policy.traits,
-            all_exact=says.all_exact,
-            keeps_queries=says.wants_query_window,
-            index_interval=interval_of(says, self._selection.index_dtype, self._pools.page_size),
-        )
 
     def _make_windows(self, policy: Policy) -> DeviceQueryWindows | None:
         """Return what a kernel remembers of past queries; None if the policy predicts otherwise."""

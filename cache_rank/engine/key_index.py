@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tandemkv.cache_rank.policies.base import PolicyCapabilities
 from tandemkv.cache_rank.protocol.engine import EnginePools
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
@@ -189,18 +188,6 @@ class Int4Index(KeyIndex):
     def _quantize(self, layer: int, pages: torch.Tensor) -> None:
         channels = self._channels.get(layer)
         quantize_int4_pages(self._pools.k[layer], pages, *self._copies[layer], channels)
-
-
-def interval_of(says: PolicyCapabilities, index_dtype: str, page_size: int) -> int:
-    """Return what divides the lengths at which `KeyIndex.append` has something to do; 0: none.
-
-    Of a policy's index, in pages of `page_size`; the precision concerns keys.
-    """
-    if not says.selects or says.attends:
-        return 0
-    if says.index == "page_bounds":
-        return 1
-    return {"native": 0, "int8": 1, "int4": page_size}[index_dtype]
 
 
 def make_key_index(

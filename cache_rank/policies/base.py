@@ -101,6 +101,8 @@ class PolicyCapabilities:
             layers_ahead=layers_ahead,
             predictor=predictor,
             refresh=self.refresh,
+            keeps_queries=self.wants_query_window,
+            index=self.index,
             refresh_interval=refresh_interval,
             refresh_triggers=refresh_triggers,
         )

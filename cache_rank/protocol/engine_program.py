@@ -9,14 +9,13 @@ waits for.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Self
 
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.placement import Placement
-from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings, SelectionSettings
 
 from .errors import SettingsError
-from .messages import PolicyTraits, Timing, Welcome
+from .messages import PolicyTraits, Timing
 
 OWN_SELECTIONS = PolicyTraits()
 """Every layer has a selection of its own, and no step is slow."""
@@ -53,9 +52,8 @@ def check_other_layers(model: ModelSpec, placement: Placement) -> None:
 class EngineProgram:
     """Which layers select, for whom and when.
 
-    `timing`, `traits` and `all_exact` are what the policy declares; `keeps_queries`: the queries of
-    every step are wanted; `index_interval`: tokens between two that the key index takes in, at
-    lengths it divides (0: none).
+    What the policy declares is in `settings`; `traits` are those that it has with this model. Slots
+    are given to requests in pages of `page_size`.
 
     Attributes
     ----------
@@ -76,7 +74,8 @@ class EngineProgram:
         Which steps of a sparse request are slow: it attends to everything, without samples, and is
         selected for, for the next step on. Nothing is selected for others.
     index_interval : int
-        As above; 1 if queries are kept. A request of another length may be left out.
+        Tokens between two that the key index takes in, at lengths it divides (0: none); 1 if
+        queries are kept. A request of another length may be left out.
     is_captured : bool
         Whether a GPU captures decode steps; else each is queued anew, and may wait for the device.
 
@@ -87,44 +86,30 @@ class EngineProgram:
         `check_other_layers` refuses.
     """
 
-    @classmethod
-    def told(cls, model: ModelSpec, settings: RankSettings, welcome: Welcome) -> Self:
-        """Return the program of an epoch, by what the cache rank tells of its policy."""
-        return cls(
-            model, settings, timing=Timing(welcome.timing), traits=welcome.traits,
-            all_exact=welcome.all_exact, keeps_queries=welcome.keeps_queries,
-            index_interval=welcome.index_interval,
-        )  # fmt: skip
-
     def __init__(
         self,
         model: ModelSpec,
         settings: RankSettings,
-        *,
-        timing: Timing,
         traits: PolicyTraits = OWN_SELECTIONS,
-        all_exact: bool = False,
-        keeps_queries: bool = False,
-        index_interval: int = 0,
+        *,
+        page_size: int,
     ) -> None:
-        selection = settings.selection
+        selection, declared = settings.selection, settings.selection.declared
         self.num_layers, self._num_kv_heads = model.num_layers, model.num_kv_heads
         check_other_layers(model, settings.placement)
         # To the engine a layer with a window, or a state, is one that SGLang attends in.
         self._exact_layers = frozenset((*selection.exact_layer_ids, *model.other_layers))
         self._traits = traits
-        self._ahead = selection.declared.layers_ahead
-        self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
-        self.attends = timing is Timing.SAME_STEP_ATTENTION
+        self._ahead = declared.layers_ahead
+        self.timing, self.all_exact = declared.timing, declared.all_exact
+        self.keeps_queries, self.attends = declared.keeps_queries, declared.attends
         self.is_far = settings.placement.has_far_pool
         # Host memory is read by the model's GPU faster than by a CPU that attends to all of it.
         self._is_remote = self.is_far and not settings.placement.host_engine
         self.tells_all = settings.placement.has_far_host
-        self.slow_steps = selection.declared.refresh
-        self.is_captured = selection.declared.is_captured
+        self.slow_steps, self.is_captured = declared.refresh, declared.is_captured
         # A policy that attends selects nothing for the inference rank to attend to.
-        has_selections = timing is not Timing.NONE and not self.attends
-        layers = range(model.num_layers if has_selections else 0)
+        layers = range(0 if declared.keeps_sink_only else model.num_layers)
         self.selecting = [x for x in layers if x not in self._exact_layers]
         # Layers whose keys are scanned; the others follow one of them, if selections are shared. An
         # exact layer (Kascade's layer 0) may select for others.
@@ -132,9 +117,9 @@ class EngineProgram:
         self.sources = [x for x in layers if x in used and self.source_of(x) == x]
         self._book_of = {layer: book for book, layer in enumerate(self.selecting)}
         self._is_source, self._is_selecting = frozenset(self.sources), frozenset(self.selecting)
-        exact = frozenset(range(model.num_layers)) if all_exact else self._exact_layers
+        exact = frozenset(range(model.num_layers)) if self.all_exact else self._exact_layers
         self._sparse = frozenset(range(model.num_layers)) - exact
-        self.index_interval = 1 if keeps_queries else index_interval
+        self.index_interval = _index_interval(selection, page_size)
         self.refresh_every = selection.refresh_steps
         count = selection.num_late
         most = selection.most_late(model.num_layers, model.other_layers)
@@ -278,3 +263,18 @@ class EngineProgram:
         """Whether a prefill step has something to do for `layer`, if prompts end in it or not."""
         indexes = self.index_interval > 0 and self.is_source(layer)
         return indexes or (seeds and self.is_sparse_layer(layer))
+
+
+def _index_interval(selection: SelectionSettings, page_size: int) -> int:
+    """Return what divides the lengths at which a step has something for the index; 0: none.
+
+    Of a policy's index, in pages of `page_size`; the precision concerns keys.
+    """
+    declared = selection.declared
+    if declared.keeps_queries:
+        return 1
+    if declared.keeps_sink_only:
+        return 0
+    if declared.index == "page_bounds":
+        return 1
+    return {"native": 0, "int8": 1, "int4": page_size}[selection.index_dtype]

@@ -16,7 +16,7 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 from .errors import ProtocolError
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_FRAME_BYTES = 1 << 20
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
@@ -102,18 +102,11 @@ class AnyHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(_Message, frozen=True, tag=2):
-    """The epoch is open.
-
-    `keeps_queries` and `index_interval` are those of `engine_program.EngineProgram`.
-    """
+    """The epoch is open."""
 
     epoch: Id
     num_slots: Id
-    timing: Annotated[int, msgspec.Meta(ge=0, le=5)]
-    all_exact: bool
     traits: PolicyTraits = PolicyTraits()
-    keeps_queries: bool = False
-    index_interval: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
 
 
 class Refused(_Message, frozen=True, tag=3):

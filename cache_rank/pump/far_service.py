@@ -220,7 +220,8 @@ class FarPump:
         session = PumpSession(epoch, plane, connection, (ours,))
         view = MappedTensors(self._homes)
         view.borrow(self._kept, ours)
-        program = EngineProgram.told(guest.hello.model, settings, guest.welcome)
+        hello, traits = guest.hello, guest.welcome.traits
+        program = EngineProgram(hello.model, settings, traits, page_size=hello.page_size)
         side = Side(view, program, settings.selection, session.is_over)
         announced, out = Announced(), Outbox(plane)
         received, sent = Contents(side), Contents(side, books.get("resident_positions"))

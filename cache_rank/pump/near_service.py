@@ -241,7 +241,9 @@ class NearPump:
                 raise CacheRankLostError(f"the inference rank is gone: {error}") from error
             raise
         session = PumpSession(welcome.epoch, plane, connection, (tensors, made))
-        program = EngineProgram.told(hello.model, self._settings, welcome)
+        program = EngineProgram(
+            hello.model, self._settings, welcome.traits, page_size=hello.page_size
+        )
         selection = self._settings.selection
         side = Side(tensors, program, selection, session.is_over, shard)
         sent, received, out = Contents(side), Contents(side), Outbox(plane)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tandemkv.cache_rank.engine.factory import make_policy
-from tandemkv.cache_rank.engine.key_index import interval_of
 from tandemkv.cache_rank.policies.base import Policy
 from tandemkv.cache_rank.protocol.control import ControlServer
 from tandemkv.cache_rank.protocol.errors import TandemKVError
@@ -215,7 +214,7 @@ class SharedEngineService:
             num_sharing=placement.num_sharing,
             maps_sets=not placement.host_engine,
         )
-        welcome = self._welcome(epoch, policy, sizes)
+        welcome = Welcome(epoch=epoch, num_slots=sizes.num_slots, traits=policy.traits)
         self._heartbeat.expect(epoch)
         if not self._control.send(peer, welcome):
             self._heartbeat.forget()
@@ -230,19 +229,6 @@ class SharedEngineService:
             return
         self._totals["epochs_total"] += 1
         logger.info("epoch %d: %s, %d rows", epoch, model.dtype, hello.max_rows)
-
-    def _welcome(self, epoch: int, policy: Policy, sizes: RegionSizes) -> Welcome:
-        """Return what the inference rank must know of the policy and of the memory."""
-        says, index_dtype = policy.capabilities, self._settings.selection.index_dtype
-        return Welcome(
-            epoch=epoch,
-            num_slots=sizes.num_slots,
-            timing=int(says.timing),
-            all_exact=says.all_exact,
-            traits=policy.traits,
-            keeps_queries=says.wants_query_window,
-            index_interval=interval_of(says, index_dtype, sizes.page_size),
-        )
 
     def _accept(self, epoch: int, model: ModelSpec, sizes: RegionSizes) -> SharedSession:
         """Take the inference rank's memory, and build the engine on it."""

@@ -254,7 +254,9 @@ class SharedConnection:
             self._flags.raise_to(flag, self.step)
         self._flags.raise_to(at.CONFIRMED, self.confirmed)
         self._ring = StepRing(opened.ours["ring"], self._flags)
-        self.program = EngineProgram.told(self._model, self._settings, welcome)
+        self.program = EngineProgram(
+            self._model, self._settings, welcome.traits, page_size=self._sizes.page_size
+        )
         self.epoch = welcome.epoch
         self._counters.epochs_total += 1
         with self._lock:

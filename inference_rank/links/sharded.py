@@ -108,11 +108,8 @@ class ShardedConnection:
 
         Raises `ContractError` if the policy tells two cache ranks different things of itself.
         """
-        told = [
-            (x.timing, x.traits, x.all_exact, x.keeps_queries, x.index_interval)
-            for x in (each.welcome for each in opened.all)
-        ]
-        if any(found != told[0] for found in told):
+        told = [each.welcome.traits for each in opened.all]
+        if any(traits != told[0] for traits in told):
             opened.close()
             raise ContractError(
                 "the policy does another thing for some KV heads than for others, and several "

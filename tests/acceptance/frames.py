@@ -183,7 +183,7 @@ def messages() -> list[Message]:
     return [
         hello,
         Welcome(
-            epoch=1, num_slots=100, timing=1, all_exact=False,
+            epoch=1, num_slots=100,
             traits=PolicyTraits(layer_sources=(0, 0, 2), slow_heads=((0,), (0, 1), (1,))),
         ),
         Refused(field="dtype", message="give both ranks the same"),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of options: what may be declared, and that settings made otherwise are refused."""
 
+from dataclasses import replace
+
 import pytest
 from pydantic import Field, ValidationError
 
@@ -11,7 +13,13 @@ from tandemkv.cache_rank.policies.options import (
     parse_option,
     read_options,
 )
-from tandemkv.cache_rank.policies.registry import POLICIES, check_resolved, find_policy
+from tandemkv.cache_rank.policies.quest import QuestPolicy
+from tandemkv.cache_rank.policies.registry import (
+    POLICIES,
+    check_resolved,
+    find_policy,
+    resolve_selection,
+)
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
@@ -76,6 +84,14 @@ def test_both_processes_refuse_options_of_another_policy() -> None:
     selection = SelectionSettings(policy="quest", options={"window": 8})
     with pytest.raises(PolicyError, match=r"quest\.window: .*it has: page_tokens"):
         check_resolved(find_policy("quest"), selection)
+    # A class of one's own may be another on each host.
+    for changes in ({"wants_query_window": True}, {"index": "keys"}):
+
+        class Other(QuestPolicy):
+            capabilities = replace(QuestPolicy.capabilities, **changes)
+
+        with pytest.raises(PolicyError, match="made for another declaration"):
+            check_resolved(Other, resolve_selection({"policy": "quest"}))
     declared = PolicyOptions().declare(PolicyCapabilities(timing=Timing.SAME_STEP_HIDDEN))
     assert declared.layers_ahead == 1
     with pytest.raises(ValidationError):

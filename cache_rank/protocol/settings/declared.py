@@ -7,6 +7,8 @@ enters this once (`tandemkv.cache_rank.policies.registry.selection_values`).
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import RefreshRule, Timing
@@ -20,7 +22,7 @@ DEFAULT_SAMPLES = 1024
 class DeclaredPolicy(FrozenModel):
     """A policy's declaration; by default that of the default policy, `look_ahead`.
 
-    The first five are entered from the policy's class, the others from its options.
+    The first seven are entered from the policy's class, the others from its options.
     """
 
     timing: Timing = Timing.SAME_STEP_HIDDEN
@@ -33,6 +35,10 @@ class DeclaredPolicy(FrozenModel):
     """Which steps of a sparse row are slow."""
     is_captured: bool = True
     """Whether a GPU captures its decode steps (`tandemkv.cache_rank.policies.composition`)."""
+    keeps_queries: bool = False
+    """Whether it is told the queries of every step."""
+    index: Literal["keys", "page_bounds"] = "keys"
+    """What its selection reads."""
     layers_ahead: int = Field(default=1, ge=0, le=8)
     """Layers between the residual stream and the query that it predicts, if queries are."""
     predictor: str = Field(default="", max_length=4096)

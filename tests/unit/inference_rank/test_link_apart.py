@@ -12,7 +12,6 @@ import torch
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.links.base import DecodeRows, StepLostError
@@ -58,17 +57,18 @@ class Layer(torch.nn.Module):
 
 
 def link_of(
-    policy: str, *, two_gpus: bool, exact: list[int], pool: Any = None,
-    timing: Timing = Timing.SAME_STEP_HIDDEN,
-) -> tuple[SharedLink, Signals]:  # fmt: skip
-    values = {"policy": policy, "budget_tokens": 100, "exact_layers": exact}
+    policy: str, *, two_gpus: bool, exact: list[int], pool: Any = None
+) -> tuple[SharedLink, Signals]:
+    values = {
+        "policy": policy, "budget_tokens": 100, "exact_layers": exact, "index_dtype": "int8"
+    }  # fmt: skip
     settings = RankSettings.model_validate(
         {
             "selection": selection_values(values),
             "placement": {"link": "shared", "two_gpus": two_gpus},
         }
     )
-    program = EngineProgram(MODEL, settings, timing=timing, all_exact=False, index_interval=1)
+    program = EngineProgram(MODEL, settings, page_size=1)
     connection = SimpleNamespace(
         program=program, step=0, epoch=1, lost_reason=None,
         handed_over=lambda _, size: torch.arange(size * HEADS * DIM).view(size, HEADS, DIM).float(),
@@ -153,9 +153,7 @@ def test_an_exact_layer_stores_its_token_then_asks_and_takes_its_output() -> Non
 
 def test_a_slow_step_hands_its_query_over_once_and_before_it_attends() -> None:
     pool, query, token = Pool(), torch.randn(2, HEADS, DIM), torch.randn(2, DIM)
-    link, signals = link_of(
-        "sfi", two_gpus=True, exact=[], pool=pool, timing=Timing.EXACT_STEP
-    )  # fmt: skip
+    link, signals = link_of("sfi", two_gpus=True, exact=[], pool=pool)
     owner = SimpleNamespace(layer_id=1, tp_k_head_num=1, head_dim=DIM)
     batch = SimpleNamespace(out_cache_loc=torch.tensor([5, 6]))
     for kind in (DecodeKind.SELECTING, DecodeKind.INDEXING):

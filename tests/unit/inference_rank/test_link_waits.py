@@ -61,8 +61,7 @@ def signals() -> Signals:
 def link(signals: Signals, request: pytest.FixtureRequest) -> SharedLink:
     values = selection_values({"policy": request.param, "budget_tokens": 100, "exact_layers": []})
     settings = RankSettings.model_validate({"selection": values})
-    timing = settings.selection.declared.timing
-    program = EngineProgram(MODEL, settings, timing=timing, all_exact=False)
+    program = EngineProgram(MODEL, settings, page_size=1)
     connection: Any = SimpleNamespace(program=program, step=0, epoch=1, lost_reason=None)
     return SharedLink(connection, signals, generation_of=lambda row: row, rows_on_host=lambda: None)  # type: ignore[arg-type]
 

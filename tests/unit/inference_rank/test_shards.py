@@ -131,9 +131,7 @@ class Connection:
         if not self.is_there:
             raise CacheRankLostError("not there")
         self.is_closed = False
-        welcome = SimpleNamespace(
-            timing=self.told, traits=0, all_exact=False, keeps_queries=False, index_interval=0
-        )
+        welcome = SimpleNamespace(traits=self.told)
         return SimpleNamespace(welcome=welcome, is_gone=False, close=self._close)
 
     def _close(self) -> None:

@@ -19,7 +19,6 @@ from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, specs_by_life
-from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, part_of
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
@@ -46,12 +45,8 @@ EXTEND = StepEntry(
     kind=EntryKind.EXTEND, step=7,
     rows=(StepRow(row=3, generation=1, length=40, prefix_len=8, window=4),),
 )  # fmt: skip
-TIMINGS = {
-    "oracle": Timing.SAME_STEP_QUERY,
-    "look_ahead": Timing.SAME_STEP_HIDDEN,
-    "last_query": Timing.NEXT_STEP,
-}
-POLICIES = pytest.mark.parametrize("policy", TIMINGS)
+POLICIES = pytest.mark.parametrize("policy", ["oracle", "look_ahead", "last_query"])
+"""With a selection in the step by its query, by a predicted one, and for the next step."""
 WAYS = pytest.mark.parametrize("way", ["records", "queued", "captured"], indirect=True)
 
 
@@ -115,7 +110,7 @@ class End:
         self.tensors.allocate_all((*specs.own, *specs.epoch))
         self._specs = [spec for some in specs for spec in some]
         self.tensors.borrow(self.kept)
-        self.program = EngineProgram(model, settings, timing=TIMINGS[policy])
+        self.program = EngineProgram(model, settings, page_size=1)
         self.side = Side(self.tensors, self.program, settings.selection, lambda: False, shard)
         self.flags = GpuFlags(self.tensors, model.num_layers, shard.index)
         _, _, width, num_heads, _ = self.side.resident[0].shape

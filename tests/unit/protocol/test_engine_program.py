@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,9 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
     SelectionSettings,
 )
 
+IndexDtype = Literal["native", "int8", "int4"]
+INDEX_DTYPES: tuple[IndexDtype, ...] = get_args(IndexDtype)
+
 
 def program_of(
     *,
@@ -30,7 +33,8 @@ def program_of(
     late_layers: int = 0,
     sources: tuple[int, ...] = (),
     slow_heads: tuple[tuple[int, ...], ...] = (),
-    index_interval: int = 0,
+    index_dtype: IndexDtype = "native",
+    index: Literal["keys", "page_bounds"] = "keys",
     keeps_queries: bool = False,
     all_exact: bool = False,
     windowed: tuple[int, ...] = (),
@@ -54,17 +58,23 @@ def program_of(
     selection = SelectionSettings(
         budget_tokens=128,
         exact_layers=tuple(x for x in exact_layers if x < num_layers),
-        declared=DeclaredPolicy(layers_ahead=look_ahead, refresh=rule),
+        declared=DeclaredPolicy(
+            timing=timing,
+            all_exact=all_exact,
+            refresh=rule,
+            keeps_queries=keeps_queries,
+            index=index,
+            layers_ahead=look_ahead,
+        ),
+        sample_tokens=0,
         late_layers=late_layers,
+        index_dtype=index_dtype,
     )
     return EngineProgram(
         model,
         RankSettings(selection=selection, placement=placement or Placement()),
-        timing=timing,
-        traits=PolicyTraits(layer_sources=sources, slow_heads=slow_heads),
-        all_exact=all_exact,
-        keeps_queries=keeps_queries,
-        index_interval=index_interval,
+        PolicyTraits(layer_sources=sources, slow_heads=slow_heads),
+        page_size=16,
     )
 
 
@@ -80,7 +90,7 @@ def programs(draw: st.DrawFn) -> EngineProgram:
         exact_layers=tuple(draw(st.sets(st.integers(0, num_layers - 1)))),
         look_ahead=draw(st.integers(0, 3)),
         sources=sources if shares else (),
-        index_interval=draw(st.sampled_from([0, 1, 16])),
+        index_dtype=draw(st.sampled_from(INDEX_DTYPES)),
         keeps_queries=draw(st.booleans()),
         windowed=() if shares else tuple(draw(st.sets(st.integers(0, num_layers - 1)))),
     )
@@ -185,7 +195,7 @@ def test_what_is_selected_for_the_next_step_is_told_to_another_host(
 
 @pytest.mark.parametrize("timing", list(Timing))
 def test_nothing_is_asked_for_in_dense_steps(timing: Timing) -> None:
-    program = program_of(timing=timing, index_interval=1)
+    program = program_of(timing=timing, index_dtype="int8")
     for layer in range(program.num_layers):
         assert not program.awaits(DecodeKind.DENSE, layer)
         assert not program.indexes(DecodeKind.DENSE, layer)
@@ -243,9 +253,15 @@ def test_exact_layers_and_slow_steps_attend_where_k_and_v_are() -> None:
     assert not any(here.attends_remotely(DecodeKind.SELECTING, x) for x in range(6))
 
 
+def test_when_the_index_takes_a_key_in_follows_from_what_is_declared() -> None:
+    assert [program_of(index_dtype=x).index_interval for x in INDEX_DTYPES] == [0, 1, 16]
+    assert program_of(index_dtype="int4", index="page_bounds").index_interval == 1
+    for timing in (Timing.NONE, Timing.SAME_STEP_ATTENTION):
+        assert program_of(index_dtype="int4", timing=timing).index_interval == 0
+
+
 def test_what_is_kept_of_each_step_is_indexed_in_each() -> None:
-    assert program_of(index_interval=16).index_interval == 16
-    assert program_of(index_interval=16, keeps_queries=True).index_interval == 1
+    assert program_of(index_dtype="int4", keeps_queries=True).index_interval == 1
     every = program_of(timing=Timing.NEXT_STEP, keeps_queries=True)
     assert every.hands_over_later(DecodeKind.INDEXING, 1)
     assert not every.hands_over_later(DecodeKind.INDEXING, 0)

@@ -53,7 +53,7 @@ MODEL = ModelSpec(
     model_hash="ab" * 16,
 )
 SETTINGS = RankSettings()
-WELCOME = Welcome(epoch=3, num_slots=9, timing=1, all_exact=False)
+WELCOME = Welcome(epoch=3, num_slots=9)
 
 
 def _hello(**changes: object) -> Hello:

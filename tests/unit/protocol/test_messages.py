@@ -51,8 +51,6 @@ MESSAGES: list[Message] = [
     Welcome(
         epoch=9,
         num_slots=65536,
-        timing=1,
-        all_exact=False,
         traits=PolicyTraits(layer_sources=(0, 0, 2), slow_heads=((0,), (0, 1), (1,))),
     ),
     Refused(field="dtype", message="differs"),
@@ -115,7 +113,8 @@ def test_malformed_frames_are_refused(frame: bytes) -> None:
         (MESSAGES[0], {"settings": {str(i): "" for i in range(129)}}),
         (MESSAGES[0], {"settings": {"x": "y" * 4097}}),
         (MESSAGES[0], {"model": msgspec.structs.replace(MODEL, num_layers=0)}),
-        (MESSAGES[1], {"timing": 6}),
+        (MESSAGES[1], {"num_slots": -1}),
+        (MESSAGES[1], {"traits": PolicyTraits(layer_sources=(-1,))}),
         (MESSAGES[1], {"epoch": -1}),
         (MESSAGES[1], {"epoch": (1 << 62) + 1}),
         (MESSAGES[5], {"busy_s": float("nan")}),
