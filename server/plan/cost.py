@@ -43,8 +43,8 @@ class CostConstants:
     - `scan_token_share`: of what channels that the index lacks would take, what goes by tokens and
       stays: 31, 51 and 72 us at 8 x 32K, 64K and 96K with 64 of 128 channels, and 49 and 88 with
       all (docs/benchmarks/scan_channels.json, rows `run_zh_`) give 0.05. It is 0.15, because on one
-      GPU a scan competes with the weights for memory, and steps there were timed with earlier
-      kernels alone, of which it was 0.4.
+      GPU a scan competes with the weights for memory: with 0.05 a step of 8 x 64K would be 3 %
+      shorter than it is.
     - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice of int4 keys, 21, 28 and 35 us at
       8 x 32K, 64K and 96K (the same rows). Of other keys 5 to 14 more.
     - `exchange_bandwidth`, `receive_bandwidth`: of the rows of a layer from one other GPU, over
@@ -65,9 +65,9 @@ class CostConstants:
     - `samples_overlap`: samples are attended to beside the resident set (decision record 36). How
       much of the shorter of the two hides behind the other, fitted to steps at the defaults with
       64 of 128 channels (docs/benchmarks/decode_calibrated.json, decode_cache_gpus.json), on one
-      GPU, 1 + 1 and 1 + 3. Those of 1 + 1 with the present kernels are met within 3.5 %; on one GPU
-      these were not timed, and with those before, which it met as well, a step of Qwen3-30B-A3B
-      (decode_moe.json) took 5 % longer than predicted.
+      GPU, 1 + 1 and 1 + 3. With the present kernels those on one GPU are met within 1.5 %, those of
+      1 + 1 within 3.5 %; 1 + 3 was not timed. A step of Qwen3-30B-A3B (decode_moe.json) takes 8 %
+      longer than predicted, stock SGLang's 4 %.
     - `scan_overlap`, `in_process_overlap`: shares of what a scan reads, and of the rest of a
       selection, that hide behind the model when both use one GPU. Reading needs the memory
       bandwidth that the weights need; the rest is a few programs, and latency. Of it 0.19 to 0.22

@@ -247,6 +247,7 @@ def test_rows_between_two_gpus_cost_what_was_measured(
         (EARLIER, 0, 32768, 7.90), (EARLIER, 0, 65536, 9.04),
         (EARLIER, 1, 8192, 6.53), (EARLIER, 1, 32768, 6.52), (EARLIER, 1, 65536, 6.61),
         (EARLIER, 1, 98304, 7.71),
+        (H200, 0, 32768, 7.72), (H200, 0, 65536, 8.64),
         (H200, 1, 32768, 6.41), (H200, 1, 65536, 6.38), (H200, 1, 98304, 7.03),
     ],
 )  # fmt: skip
@@ -256,7 +257,8 @@ def test_a_scan_of_half_the_channels_costs_what_was_measured(
     """8 requests at the defaults, 64 of 128 channels: decode_channels.json.
 
     With samples beside the set decode_calibrated.json, means of two runs of
-    decode_cache_gpus.json, and of the present kernels its rows `run_zh_`.
+    decode_cache_gpus.json, and of the present kernels rows `run_zj_` of the one and `run_zh_` of
+    the other.
     """
     load = Workload.from_selection(
         SelectionSettings(num_recent_tokens=128, late_layers=num_cache_gpus, index_dtype="int4"),
@@ -270,27 +272,6 @@ def test_a_scan_of_half_the_channels_costs_what_was_measured(
     assert step.tpot_ms == pytest.approx(measured_ms, rel=0.04)
     whole = scan_us(QWEN, load, 1, H200)
     assert scan_us(QWEN, replace(load, index_channels=128), 1, H200) == pytest.approx(whole)
-
-
-@pytest.mark.parametrize(
-    ("num_cache_gpus", "batch", "context", "measured_ms"),
-    [(0, 8, 32768, 7.90), (0, 8, 65536, 9.04), (3, 36, 65536, 11.78)],
-)
-def test_present_kernels_are_predicted_a_little_below_what_was_measured_of_earlier_ones(
-    num_cache_gpus: int, batch: int, context: int, measured_ms: float
-) -> None:
-    """Where steps were not timed with them: a scan and a choice save little of a step."""
-    load = Workload.from_selection(
-        SelectionSettings(
-            num_recent_tokens=128, late_layers=min(1, num_cache_gpus), index_dtype="int4"
-        ),
-        context_tokens=context,
-        concurrency=batch,
-    )
-    kind = SEPARATE if num_cache_gpus else PlacementKind.IN_PROCESS
-    placement = Placement(kind=kind, tp_size=1, num_cache_gpus=num_cache_gpus)
-    step = predict_step(placement, QWEN, replace(load, index_channels=64))
-    assert 0.92 * measured_ms < step.tpot_ms < measured_ms
 
 
 def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
@@ -307,6 +288,8 @@ def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
     assert predict_step(placement, QWEN, load, BEHIND).tpot_ms == pytest.approx(13.15, rel=0.04)
     half = replace(load, index_channels=64)
     assert predict_step(placement, QWEN, half, EARLIER).tpot_ms == pytest.approx(11.78, rel=0.04)
+    # Not timed with the present kernels: a scan and a choice save little of a step.
+    assert 0.92 * 11.78 < predict_step(placement, QWEN, half).tpot_ms < 11.78
     assert predict_step(dense(4), QWEN, load).tpot_ms == pytest.approx(23.28, rel=0.04)
 
 
