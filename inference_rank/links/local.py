@@ -178,7 +178,9 @@ class LocalLink:
         if not targets and layer not in program.late_layers:
             return
         stream = self._streams[layer, :size]
-        is_beside = layer not in self._linear  # where nobody calls `enter_attention`
+        # Not where nobody calls `enter_attention`, nor in a lane that has a selection to do before.
+        is_beside = layer not in self._linear
+        is_beside &= not targets or targets[-1] - layer <= rank.num_lanes
         if not is_beside:
             stream.copy_(hidden)
         lanes = [rank.lane_of(target) for target in targets]

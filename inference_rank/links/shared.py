@@ -236,7 +236,6 @@ class SharedLink:
 
     def recover(self) -> None:
         """See `Link.recover`."""
-        self._unsent = None
         if self._is_open:
             self._signals.give_up()
             self._is_open = False

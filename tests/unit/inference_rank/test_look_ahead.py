@@ -180,15 +180,16 @@ def test_what_is_selected_when(late: int, in_parts: bool) -> None:
     assert link._is_pending is (late > 0)
 
 
-@pytest.mark.parametrize("linear", [(), (1, 2)])
+@pytest.mark.parametrize(("linear", "lanes", "count"), [((), 2, 3), ((1, 2), 2, 1), ((), 0, 0)])
 def test_a_stream_is_read_beside_a_layer_whose_attention_waits_for_it(
-    linear: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    linear: tuple[int, ...], lanes: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits where SGLang attends past the link; there it is copied in place."""
+    """Else it is copied in place: SGLang attends past the link, or the lane is not free yet."""
     rank, read = Rank(()), []
     monkeypatch.setattr(SideStream, "note_read", lambda _: read.append(len(rank.seen)))
+    rank.num_lanes = lanes
     step(rank, linear=linear)
-    assert len(read) == LAYERS - 1 - len(linear)
+    assert len(read) == count
     assert [x[1:] for x in rank.seen if x[0] == "ahead"] == [(0, 5.0), (1, 5.0), (2, 6.0), (3, 7.0)]
 
 
