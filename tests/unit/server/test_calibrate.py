@@ -269,7 +269,7 @@ def test_a_whole_run_writes_a_file_that_serves(
         (["--text", "/nonexistent"], "cannot be read"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_two(
+def test_bad_input_is_told_with_exit_code_two(
     tiny_model: Path,
     tmp_path: Path,
     changes: list[str],
