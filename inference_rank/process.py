@@ -64,7 +64,8 @@ def check_server_args(
 ) -> None:
     """Refuse options of SGLang that read or write the KV pool behind our back.
 
-    So is a tensor-parallel size that there are no cache ranks for. Drafts of n-grams are verified
+    So are those with which a layer gets a part of a batch, or is not called, and a tensor-parallel
+    size that there are no cache ranks for. SGLang may have set them itself. Drafts of n-grams are verified
     where all layers are exact and the engine is in this process. Raises `SettingsError`, which
     names the option.
     """
@@ -75,6 +76,8 @@ def check_server_args(
         "--disaggregation-mode": getattr(args, "disaggregation_mode", "null") != "null",
         "--speculative-algorithm": bool(drafts) and not is_verified,
         "--enable-mixed-chunk": bool(getattr(args, "enable_mixed_chunk", False)),
+        "--enable-two-batch-overlap": bool(getattr(args, "enable_two_batch_overlap", False)),
+        "--moe-a2a-backend": getattr(args, "moe_a2a_backend", "none") != "none",
         "--kv-cache-dtype": getattr(args, "kv_cache_dtype", "auto") != kv_dtype,
         "--tp-size": placement.maps_memory and getattr(args, "tp_size", 1) != placement.tp_size,
         "--pp-size": getattr(args, "pp_size", 1) != 1,

@@ -12,6 +12,7 @@ from tandemkv.cache_rank.protocol.engine import Engine
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.inference_rank.sglang.residual_hooks import (
+    check_whole,
     install_logits_hook,
     install_residual_hooks,
 )
@@ -37,6 +38,7 @@ class LocalLink:
         num_layers, self._linear = model.num_layers, frozenset(model.linear_layers)
         self._side = SideStream(device, num_layers, engine.num_lanes)
         self._kind, self._is_decode = DecodeKind.DENSE, False
+        self._num_requests = 0
         self._seeds: list[tuple[int, int]] = []
         self._is_pending = False
         """Whether something is selected for the next step, and need not be joined yet."""
@@ -84,6 +86,7 @@ class LocalLink:
     def begin_decode(self, kind: DecodeKind, step: DecodeRows) -> None:
         """See `Link.begin_decode`."""
         self._is_decode, self._kind = True, kind
+        self._num_requests = len(step.rows)
         self.recover()
         self._engine.begin_step()
         if kind is not DecodeKind.DENSE or self.program.attends:
@@ -177,6 +180,7 @@ class LocalLink:
         targets = program.targets_of(layer)
         if not targets and layer not in program.late_layers:
             return
+        check_whole(layer, hidden, self._num_requests)
         stream = self._streams[layer, :size]
         # Not where nobody calls `enter_attention`, nor in a lane that has a selection to do before.
         is_beside = layer not in self._linear

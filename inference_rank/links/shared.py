@@ -25,7 +25,7 @@ from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.memory.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.sglang.pool import store_tokens
-from tandemkv.inference_rank.sglang.residual_hooks import install_residual_hooks
+from tandemkv.inference_rank.sglang.residual_hooks import check_whole, install_residual_hooks
 from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow, StepLostError
@@ -138,12 +138,13 @@ class SharedLink:
     def begin_decode(self, kind: DecodeKind, step: DecodeRows) -> None:
         """See `Link.begin_decode`."""
         self._is_decode, self._kind = True, kind
+        self._size = len(step.rows)
         is_asked = self.program.asks(kind)
         if step.is_rehearsal:
             self._signals.mask()
             self._is_open = is_asked
-            if is_asked and (kind, len(step.rows)) not in self._captured:
-                self._captured.append((kind, len(step.rows)))
+            if is_asked and (kind, self._size) not in self._captured:
+                self._captured.append((kind, self._size))
                 self._make_ready(_PROMPTS, self._captured[-1])
             return
         self._grow()
@@ -151,8 +152,7 @@ class SharedLink:
             self._is_open = False
             self._settle()
             return  # nothing is asked of the engine
-        size = len(step.rows)
-        slow = [False] * size if step.slow is None else step.slow.tolist()
+        slow = [False] * self._size if step.slow is None else step.slow.tolist()
         rows = [
             StepRow(
                 row=row,
@@ -178,7 +178,7 @@ class SharedLink:
         forward_batch: Any, save_kv_cache: bool,
     ) -> None:  # fmt: skip
         """See `Link.select_with_query`."""
-        program, self._size = self.program, len(query)
+        program = self.program
         is_remote = program.attends_remotely(self._kind, layer)
         if is_remote and save_kv_cache:
             store_tokens(self._pool, owner, forward_batch, k, v)
@@ -352,4 +352,5 @@ class SharedLink:
     def _on_stream(self, layer: int, stream: torch.Tensor) -> None:
         is_selecting = self._is_open and self._is_decode and self._kind is DecodeKind.SELECTING
         if is_selecting and self.program.reads_stream(layer):
+            check_whole(layer, stream, self._size)
             self._signals.put_stream(layer, stream)

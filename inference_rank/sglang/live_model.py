@@ -56,9 +56,15 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
 
     The specification is read from ``config.json``. Where SGLang reads the file otherwise, or gives
     another layer a window, the engine would score keys by another rule than attention has. Raises
-    `ContractError`, naming the layer and the difference.
+    `ContractError`, naming the layer and the difference, or if there are more or fewer layers.
     """
-    for index, layer in enumerate(layers_of(model)):
+    layers = layers_of(model)
+    if len(layers) != spec.num_layers:
+        raise ContractError(
+            f"{type(model).__name__}: SGLang has built {len(layers)} layers, and config.json says "
+            f"{spec.num_layers}; change config.json, and not by SGLang's arguments"
+        )
+    for index, layer in enumerate(layers):
         attention = getattr(attention_of(layer), "attn", None)
         if index in spec.linear_layers and hasattr(layer, "linear_attn") and attention is None:
             continue

@@ -83,6 +83,16 @@ def _before(module: Any, act: Callable[[torch.Tensor], None], names: Sequence[st
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def check_whole(layer: int, stream: torch.Tensor, num_requests: int) -> None:
+    """Raise `ContractError` if `stream` ``[n, hidden]`` is not of all requests of a step."""
+    if len(stream) != num_requests:
+        raise ContractError(
+            f"layer {layer}: SGLang gave it {len(stream)} of the {num_requests} requests of a "
+            "step, so queries are known of these alone; pass SGLang no arguments that share "
+            "out a batch over ranks or overlap its parts"
+        )
+
+
 def install_logits_hook(model: Any, on_logits: Callable[[], None]) -> None:
     """Call `on_logits` whenever an SGLang model has queued its logits, the last of a forward pass.
 

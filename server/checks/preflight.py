@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from tandemkv.server.plan.devices import resolve_device
 from tandemkv.server.plan.memory import estimate_memory, gib
 from tandemkv.server.plan.placement_choice import check_runs_on, resolve_alone, resolve_placement
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
-from tandemkv.server.settings.sglang_args import check_sglang_args
+from tandemkv.server.settings.sglang_args import check_sglang_args, check_sglang_environment
 
 from .context_limit import how_to_extend
 from .model_files import check_model_files, check_query_weights
@@ -57,6 +58,7 @@ def resolve_launch(settings: ServeSettings, progress: Callable[[str], None]) -> 
     device = resolve_device(settings.device)
     check_runs_on(settings, device)
     check_sglang_args(settings.sglang_args, device=device)
+    check_sglang_environment(os.environ)
     check_adapters(settings.sglang_args)
     Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later
     port = choose_port(settings.host, settings.port)

@@ -148,18 +148,17 @@ def sglang_env(
     if INTERFACE_VARIABLE not in env:
         env[INTERFACE_VARIABLE] = interface_to_nodes(settings)
     if settings.nodes_address is not None:
-        env = _NODES_ENV | env
+        env |= _NODES_ENV
     if settings.tensor_parallel > 1:
         nodes_interface = f"={env[INTERFACE_VARIABLE]}"  # that name, not all that begin so
         env.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK if settings.nnodes == 1 else nodes_interface)
+    env["SGLANG_USE_CPU_ENGINE"] = str(int(device == "cpu"))
     if device == "cpu":
-        env["SGLANG_USE_CPU_ENGINE"] = "1"
         if settings.tensor_parallel > 1:
             # Else SGLang takes a NUMA node for each rank, and refuses where there are fewer.
             env.setdefault(_CORES_VARIABLE, _cores_of_ranks(settings))
-        if not any(argument.startswith("--enable-torch") for argument in settings.sglang_args):
-            # The first request with a penalty would wait a minute for a compiler, and all others.
-            env.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # The first request with a penalty would wait a minute for a compiler, and all others.
+        env.setdefault("TORCHDYNAMO_DISABLE", "1")
     if device == "cuda" and settings.rank_settings.placement.maps_memory:
         env = _SHARED_GPU_ENV | env
     return env

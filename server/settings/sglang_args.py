@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of SGLang's own arguments may be passed through.
+"""Which of SGLang's own arguments may be passed through, and what its environment may be.
 
 SGLang's parser accepts unambiguous abbreviations, so a refused name is also refused when
 it is shortened.
@@ -7,90 +7,24 @@ it is shortened.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-_DRAFT_MODEL = (
-    "drafts of a model (EAGLE, MTP) are not supported, as docs/models.md says; NGRAM is, by "
-    "--speculative-algorithm, --speculative-num-draft-tokens and --speculative-ngram-…"
+from .refused_args import (
+    ALLOWED,
+    ALLOWED_FAMILY,
+    FAMILIES,
+    NEVER,
+    ONLY,
+    ONLY_ON_CPU,
+    REFUSED,
+    VARIABLE_FAMILIES,
+    VARIABLES,
 )
-_PAST_INDEX = "tokens are selected from a key index, and K/V that it brings back are not in there"
-_SAME_FLAG = (
-    "--host", "--port", "--device", "--dtype", "--max-running-requests", "--chunked-prefill-size",
-    "--kv-cache-dtype", "--nnodes", "--node-rank",
-)  # fmt: skip
-_REFUSED = {name: f"use {name} of tandemkv" for name in _SAME_FLAG} | {
-    "--model-path": "give the model as the argument MODEL",
-    "--model": "give the model as the argument MODEL",
-    "--context-length": "use --max-context of tandemkv",
-    "--max-total-tokens": "use --cache-tokens of tandemkv",
-    "--api-key": "it would be seen in command lines and logs; use --api-key-file of tandemkv",
-    "--admin-api-key": "it would be seen in command lines; use --admin-key-file of tandemkv",
-    "--dist-init-addr": "use --dist-init-addr of tandemkv, with --nnodes",
-    "--config": "a second configuration file could undo these checks; pass the arguments singly",
-    "--attention-backend": "tandemkv is the attention backend",
-    "--decode-attention-backend": "tandemkv is the attention backend",
-    "--prefill-attention-backend": "tandemkv is the attention backend",
-    "--enable-mixed-chunk": "prefill and decode in one step are not supported",
-    "--enable-hierarchical-cache": _PAST_INDEX,
-    "--enable-hisparse": "the resident set is tandemkv's own",
-    "--enable-lmcache": _PAST_INDEX,
-    "--enable-flexkv": _PAST_INDEX,
-    "--enable-pdmux": "prefill-decode multiplexing is not supported",
-    "--enable-page-major-kv-layout": "tandemkv has its own KV layout",
-    "--enable-unified-memory": "tandemkv has its own KV pool",
-    "--cuda-graph-config": "tandemkv captures decode steps alone; use the flags for each setting",
-    "--cuda-graph-backend-decode": "full graphs, or --disable-decode-cuda-graph for none",
-    "--enable-kv-cache-sharding": "tandemkv has its own KV layout",
-    "--enable-layernorm-sp": "a layer's input would be a part of the residual stream",
-    "--enable-nvidia-megakernel": "it decodes past the attention backend",
-    "--enable-amd-monokernel": "it decodes past the attention backend",
-    "--enable-unified-cache-external-linker": _PAST_INDEX,
-    "--prefill-only-disable-kv-cache": "there would be no KV to keep",
-    "--encoder-only": "disaggregation is not supported",
-    "--language-only": "disaggregation is not supported",
-    "--smg-grpc-mode": "only the HTTP server is supported",
-    "--grpc-mode": "only the HTTP server is supported",
-    "--use-ray": "ray is not supported",
-    "--enable-http2": "the checks of requests are made for uvicorn",
-    "--fastapi-root-path": "the checks of requests go by the path as it comes",
-    "--enable-multimodal": "models are served for text",
-    "--enable-custom-logit-processor": "requests would carry pickled code",
-}
-_REFUSED_FAMILIES = {
-    "--hicache-": f"HiCache is not supported: {_PAST_INDEX}",
-    "--disaggregation-": "prefill-decode disaggregation is not supported",
-    "--speculative-": _DRAFT_MODEL,
-    "--decoupled-spec-": _DRAFT_MODEL,
-    "--kv-canary": "the KV canary reads a pool that tandemkv does not have",
-    "--ssl-": "readiness is asked over HTTP; put what speaks TLS before the server",
-    "--dllm-": "diffusion language models are not supported",
-}
-_ALLOWED = ("--speculative-algorithm", "--speculative-num-draft-tokens")
-_ALLOWED_FAMILY = "--speculative-ngram-"
-"""Of those families; `check_speculation` refuses what they do not go with."""
-_NO_CONTEXT_PARALLEL = "context parallelism is not available in this version; use --tp"
-_ONLY = {
-    "--speculative-algorithm": ("NGRAM", _DRAFT_MODEL),
-    "--tp-size": ("1", "use --tp of tandemkv"),
-    "--tensor-parallel-size": ("1", "use --tp of tandemkv"),
-    "--pp-size": ("1", "pipeline parallelism is not available in this version"),
-    "--pipeline-parallel-size": ("1", "pipeline parallelism is not available in this version"),
-    "--dp-size": ("1", "data parallelism is not available in this version"),
-    "--data-parallel-size": ("1", "data parallelism is not available in this version"),
-    "--attn-cp-size": ("1", _NO_CONTEXT_PARALLEL),
-    "--attention-context-parallel-size": ("1", _NO_CONTEXT_PARALLEL),
-    "--dcp-size": ("1", _NO_CONTEXT_PARALLEL),
-    "--decode-context-parallel-size": ("1", _NO_CONTEXT_PARALLEL),
-    "--tokenizer-worker-num": ("1", "requests are checked in one HTTP process"),
-    "--startup-weight-load-mode": (
-        "serial",
-        "queries are predicted with weights read at the start",
-    ),
-    "--cuda-graph-backend-prefill": ("disabled", "sets of prompts are filled outside of graphs"),
-}
-_ON_CPU = {"--page-size": ("1", "SGLang pages larger than 1 need a GPU")}
+
+_OFF = frozenset(("", "0", "false", "no", "n"))
+"""Values of a variable with which SGLang does as without it."""
 
 
 def check_sglang_args(args: Sequence[str], *, device: str) -> None:
@@ -98,20 +32,29 @@ def check_sglang_args(args: Sequence[str], *, device: str) -> None:
 
     Raises `SettingsError`, naming the argument and what to do.
     """
-    only = {**_ONLY, **(_ON_CPU if device == "cpu" else {})}
     for position, argument in enumerate(args):
         if not argument.startswith("--"):
             continue
         name, has_value, value = argument.partition("=")
         if not has_value:
             value = args[position + 1] if position + 1 < len(args) else ""
-        reason = _reason(name)
-        if reason is None:
-            for full, (allowed, why) in only.items():
-                if _means(name, full) and value != allowed:
-                    reason = f"{why}; only {allowed} is possible"
+        reason = why_refused(name) or _why_not(name, value, device)
         if reason is not None:
             raise SettingsError(f"SGLang argument {name} cannot be passed: {reason}")
+
+
+def check_sglang_environment(environ: Mapping[str, str]) -> None:
+    """Refuse variables of SGLang that contradict tandemkv.
+
+    Raises `SettingsError`, naming the variable and what to do.
+    """
+    for name, value in environ.items():
+        reason = VARIABLES.get(name)
+        for family, why in VARIABLE_FAMILIES.items():
+            if name.startswith(family):
+                reason = why
+        if reason is not None and value.lower() not in _OFF:
+            raise SettingsError(f"environment variable {name} is set: {reason}; unset it")
 
 
 def value_of(args: Sequence[str], full: str) -> str | None:
@@ -128,15 +71,27 @@ def value_of(args: Sequence[str], full: str) -> str | None:
     return value
 
 
-def _reason(name: str) -> str | None:
-    for full, why in _REFUSED.items():
+def why_refused(name: str) -> str | None:
+    """Return why the argument `name` may not be passed, whatever its value; None if it may."""
+    for full, why in REFUSED.items():
         if _means(name, full):
             return why
-    if name in _ALLOWED or name.startswith(_ALLOWED_FAMILY):
+    if name in ALLOWED or name.startswith(ALLOWED_FAMILY):
         return None
-    for family, why in _REFUSED_FAMILIES.items():
+    for family, why in FAMILIES.items():
         if name.startswith(family) or _means(name, family):
             return why
+    return None
+
+
+def _why_not(name: str, value: str, device: str) -> str | None:
+    """Return why `name` may not have this value; None if it may."""
+    for full, (allowed, why) in {**ONLY, **(ONLY_ON_CPU if device == "cpu" else {})}.items():
+        if _means(name, full) and value != allowed:
+            return f"{why}; only {allowed} is possible"
+    for full, (refused, why) in NEVER.items():
+        if _means(name, full) and value == refused:
+            return f"{why}; any value but {refused} is possible"
     return None
 
 

@@ -109,6 +109,16 @@ def test_a_stream_is_sent_behind_the_norm_and_joined_before_attention(two_gpus: 
     assert signals.asked == [*sent[0], *sent[1]]
 
 
+def test_a_part_of_a_batch_is_not_sent() -> None:
+    link, signals = link_of("look_ahead", two_gpus=True, exact=[])
+    model = model_of()
+    link.hook(model)
+    begin(link)
+    with pytest.raises(ContractError, match="layer 0: SGLang gave it 1 of the 2 requests"):
+        model.model.layers[0](None, torch.ones(1, 8), None, None)
+    assert signals.asked == []
+
+
 def test_a_norm_that_was_not_called_is_told_and_forgotten_with_its_step() -> None:
     link, _ = link_of("look_ahead", two_gpus=True, exact=[])
     model = model_of(calls_norm=False)

@@ -91,6 +91,13 @@ def test_layers_of_linear_attention_are_those_of_the_configuration() -> None:
         check_live_attention(model, spec)
 
 
+def test_there_are_as_many_layers_as_the_configuration_says() -> None:
+    model = make_model()
+    model.model.layers = model.model.layers[:1]
+    with pytest.raises(ContractError, match=r"has built 1 layers, and config\.json says 2"):
+        check_live_attention(model, SPEC)
+
+
 def test_our_backend_is_found_in_sglangs() -> None:
     own = SimpleNamespace()
     assert own_backend(own) is own

@@ -139,7 +139,7 @@ def as_model(architecture: str, layers: Any) -> Any:
 
 def step(
     rank: Any, *, selecting: bool = True, is_fused: bool = False, is_raw: bool = False,
-    in_parts: bool = False, linear: tuple[int, ...] = (),
+    in_parts: bool = False, linear: tuple[int, ...] = (), num_requests: int = 1,
 ) -> LocalLink:  # fmt: skip
     """Run a step of one request whose stream is 5, 6, 7, 8 at the entries of the layers."""
     layers = nn.ModuleList(
@@ -154,6 +154,7 @@ def step(
     spec: Any = SimpleNamespace(num_layers=LAYERS, linear_layers=linear)
     link = LocalLink(runner, rank, spec, max_batch=2, device=CPU)
     link._kind, link._is_decode = DecodeKind.SELECTING, selecting
+    link._num_requests = num_requests
     hidden, residual = torch.full((1, WIDTH), 5.0), None
     batch = SimpleNamespace(attend=lambda: None, residual=None)
     for layer in layers:
@@ -203,6 +204,15 @@ def test_other_steps_select_nothing() -> None:
     rank = Rank((0,))
     assert not step(rank, selecting=False)._is_pending
     assert rank.seen == []
+
+
+def test_a_part_of_a_batch_is_not_taken_for_the_whole() -> None:
+    """Such as a rank gets where SGLang shares out a batch's rows between layers."""
+    rank = Rank(())
+    with pytest.raises(ContractError, match="layer 0: SGLang gave it 1 of the 2 requests"):
+        step(rank, num_requests=2)
+    assert rank.seen == []
+    step(rank, num_requests=2, selecting=False)
 
 
 def test_a_norm_that_is_not_called_as_a_module_stops_the_capture() -> None:

@@ -91,6 +91,8 @@ def test_sglang_is_told_that_models_read_text_alone(
         {"disaggregation_mode": "prefill"},
         {"speculative_algorithm": "EAGLE"},
         {"enable_mixed_chunk": True},
+        {"enable_two_batch_overlap": True},
+        {"moe_a2a_backend": "deepep"},
         {"tp_size": 2},
         {"dp_size": 2},
         {"attn_cp_size": 2},

@@ -31,7 +31,6 @@ from tandemkv.server.plan.devices import placed_alone
 from tandemkv.server.plan.footprint import Footprint
 from tandemkv.server.plan.memory import RANK_BYTES, estimate_memory
 from tandemkv.server.settings.launch_settings import ServeSettings
-from tandemkv.server.settings.sglang_args import check_sglang_args
 from tandemkv.server.settings.sources import Sourced, load_settings
 
 
@@ -188,39 +187,6 @@ def test_addresses() -> None:
         choose_port("203.0.113.1", 0)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--attention-backend", "triton"], ["--attention-b=triton"], ["--enable-mixed-chunk"],
-        ["--hicache-size", "3"], ["--enable-hierarchical-cache"], ["--speculative-algorithm", "x"],
-        ["--spec", "x"], ["--speculative-algorithm=EAGLE"], ["--speculative-draft-model-path", "m"],
-        ["--speculative-algo", "NGRAM"], ["--speculative-num-steps", "3"],
-        ["--disaggregation-mode", "decode"], ["--kv-canary", "on"],
-        ["--page-size", "16"], ["--page-size=16"], ["--tp", "2"], ["--kv-cache-dtype", "fp8_e5m2"],
-        ["--config", "x.yaml"], ["--port", "1"], ["--model-path", "m"], ["--max-total-tokens", "9"],
-        ["--cuda-graph-backend-prefill", "full"], ["--cuda-graph-config", "{}"],
-        ["--cuda-graph-backend-decode", "breakable"],
-        ["--ssl-certfile", "x.pem"], ["--ssl-key=x.pem"], ["--api-key", "k"], ["--admin-api=k"],
-        ["--enable-http2"], ["--fastapi-root-path", "/x"], ["--tokenizer-worker-num", "2"],
-        ["--enable-custom-logit-processor"],
-        ["--enable-multimodal"],
-        ["--enable-kv-cache-sharding"], ["--enable-nvidia-mega"], ["--enable-layernorm-sp"],
-        ["--startup-weight-load-mode", "overlap"], ["--dcp-size", "2"], ["--attn-cp-size=2"],
-        ["--decode-context-parallel-size", "2"], ["--attention-context-parallel-size", "2"],
-    ],
-)  # fmt: skip
-def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
-    with pytest.raises(SettingsError, match=f"SGLang argument {args[0].partition('=')[0]} "):
-        check_sglang_args(["--log-level", "debug", *args], device="cpu")
-
-
-def test_what_brings_kv_back_is_refused_with_a_reason_of_every_placement() -> None:
-    for name in ("--hicache-size", "--enable-hierarchical-cache", "--enable-lmcache"):
-        with pytest.raises(SettingsError, match="selected from a key index"):
-            check_sglang_args([name, "3"], device="cuda")
-    check_sglang_args(["--dcp-size", "1"], device="cuda")
-
-
 NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
 
 
@@ -248,30 +214,6 @@ def test_drafts_are_not_verified_in_a_window(model_dir: Path) -> None:
 def test_key_files_are_read_before_anything_starts(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"--api-key-file=.*cannot be read"):
         resolve(model_dir, edge={"api_key_file": tmp_path / "none"})
-
-
-def test_keys_on_the_command_line_name_the_file_instead() -> None:
-    with pytest.raises(SettingsError, match="use --api-key-file of tandemkv"):
-        check_sglang_args(["--api-key=secret"], device="cpu")
-
-
-def test_passes_other_sglang_arguments() -> None:
-    check_sglang_args(
-        [
-            "--log-level",
-            "debug",
-            "--page-size",
-            "1",
-            "--stream-interval=2",
-            "--disable-radix-cache",
-        ],
-        device="cpu",
-    )
-    check_sglang_args(["--page-size", "16"], device="cuda")
-    check_sglang_args(
-        ["--cuda-graph-backend-prefill=disabled", "--cuda-graph-bs-decode", "8", "16"],
-        device="cuda",
-    )
 
 
 def test_each_tensor_parallel_rank_takes_memory(model_dir: Path) -> None:
