@@ -65,9 +65,9 @@ def check_server_args(
     """Refuse options of SGLang that read or write the KV pool behind our back.
 
     So are those with which a layer gets a part of a batch, or is not called, and a tensor-parallel
-    size that there are no cache ranks for. SGLang may have set them itself. Drafts of n-grams are verified
-    where all layers are exact and the engine is in this process. Raises `SettingsError`, which
-    names the option.
+    size that there are no cache ranks for. SGLang may have set them itself. Drafts of n-grams are
+    verified where all layers are exact and the engine is in this process. Raises `SettingsError`,
+    which names the option.
     """
     drafts = getattr(args, "speculative_algorithm", None)
     is_verified = drafts == "NGRAM" and all_exact and placement.link == "local"
