@@ -36,7 +36,7 @@ class PassLog:
 
     From the first lost pass on all are dropped, until `rewind`: later ones took in its token. Over
     tensor-parallel ranks a pass is lost if the engine of one of them did not do its part. `dropped`
-    are the batches whose results were dropped, in order.
+    are the batches whose results were dropped, in order; `num_taken` counts the others.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class PassLog:
         self._counters, self._agreement = counters, agreement or Agreement()
         self._passes: dict[int, _Pass] = {}
         self.dropped: list[Any] = []
+        self.num_taken = 0
 
     def run(
         self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
@@ -86,6 +87,7 @@ class PassLog:
             self._counters.dropped_passes_total += 1
             return
         original(scheduler, batch, result)
+        self.num_taken += 1
         self._passes.pop(batch.forward_iter, None)
         if found is not None and found.step is not None:
             self._connection.confirm(found.step)

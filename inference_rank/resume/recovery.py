@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from enum import Enum
 from http import HTTPStatus
 from typing import Any
@@ -79,8 +80,8 @@ class Recovery:
         self._generation_of, self._num_cold, self._timeout_s = generation_of, num_cold, timeout_s
         self.state = State.SERVING
         self.is_down = False
-        self._since = 0.0
-        self._confirmed = -1
+        self._since = self._paused_s = self._served_since = 0.0
+        self._confirmed = self._num_taken = -1
         self._failed_resumes = self._failures = 0
         self._not_before = 0.0
         self._was_paused = False
@@ -136,10 +137,10 @@ class Recovery:
     # -- states --------------------------------------------------------------------------
 
     def _begin(self, scheduler: Any) -> None:
-        has_moved = self._connection.confirmed != self._confirmed
-        if self._agreement.any(has_moved):  # else the same loss goes on
-            self._since, self._failed_resumes = time.monotonic(), 0
-        self._confirmed = self._connection.confirmed
+        if self._agreement.any(self._has_moved()):  # else the same loss goes on
+            self._paused_s = 0.0
+        self._since = time.monotonic() - self._paused_s
+        self._note_progress()
         self._counters.pauses_total += 1
         self._end_epoch()
         self._count_losses()
@@ -163,6 +164,18 @@ class Recovery:
             len(found.prefilled_again),
         )
         self._await_cache_rank()
+
+    def _has_moved(self) -> bool:
+        """Whether any pass was used since the last pause, or it is long ago.
+
+        Of what a pass asks of the engine, dense steps ask nothing, and an idle server has no pass.
+        """
+        moved = self._connection.confirmed != self._confirmed
+        moved |= self._passes.num_taken != self._num_taken
+        return moved or time.monotonic() - self._served_since > self._timeout_s
+
+    def _note_progress(self) -> None:
+        self._confirmed, self._num_taken = self._connection.confirmed, self._passes.num_taken
 
     def _end_epoch(self) -> None:
         """End the epoch of every engine that is not lost: one did not finish, or is lost."""
@@ -240,7 +253,8 @@ class Recovery:
     def _end(self, scheduler: Any) -> None:
         connection, pause_s = self._connection, self.pause_s
         connection.confirm(connection.step)
-        self._confirmed = connection.confirmed
+        self._note_progress()
+        self._paused_s, self._served_since, self._failed_resumes = pause_s, time.monotonic(), 0
         restored, reseeded = connection.resumed_rows
         self._counters.restored_rows_total += restored
         self._counters.reseeded_rows_total += reseeded
@@ -288,9 +302,14 @@ class Recovery:
         )
 
     def _refuse_waiting(self, scheduler: Any) -> None:
-        while scheduler.waiting_queue:
-            self._counters.requests_failed_total += 1
-            _send_abort(scheduler, scheduler.waiting_queue.pop(0), self._connection.lost_reason)
+        # SGLang looks for grammars that are compiled before a pass, and there is none.
+        for queue in (scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue):
+            while queue:
+                req = queue.pop(0)
+                if isinstance(req.grammar, Future):
+                    req.grammar.cancel()
+                self._counters.requests_failed_total += 1
+                _send_abort(scheduler, req, self._connection.lost_reason)
 
 
 def _send_abort(scheduler: Any, req: Any, reason: str | None) -> None:

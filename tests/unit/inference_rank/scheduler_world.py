@@ -116,6 +116,7 @@ class World:
         self.cur_batch_for_debug: Any = None
         self._engine_paused = False
         self.waiting_queue: list[Any] = []
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.result_queue: deque[Any] = deque()
         self.forward_ct = 0
         self.sent: list[Any] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 from recovery_world import Connection, recovery_of
@@ -179,6 +180,94 @@ def test_a_loss_without_progress_in_between_is_the_same_pause(world: World) -> N
         turn_until(recovery, world, lambda: recovery.state is State.SERVING or recovery.is_down)
         assert time.monotonic() - began < 20
     assert world.counters.requests_failed_total == 3
+
+
+def test_pauses_of_an_idle_server_are_not_one() -> None:
+    world = World()
+    world.model_config.world = world
+    connection = Connection()
+    connection.is_there = connection.is_finished = True
+    recovery = recovery_of(world, connection, timeout_s=0.5)
+    connection.mark_lost("its process ended")
+    recovery.turn(world)
+    turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+    time.sleep(0.3)
+    for served_s in (0.3, 0.6):  # together longer than the pause may be; and one alone
+        connection.is_there = False
+        world.add([1, 2, 3], 5)
+        connection.mark_lost("its process ended")
+        recovery.turn(world)
+        assert recovery.pause_s < 0.3
+        assert not recovery.is_down
+        connection.is_there = True
+        turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+        time.sleep(served_s)
+    assert not world.sent
+    assert world.counters.longest_pause_ms < 500
+
+
+def test_dense_steps_are_progress() -> None:
+    """They ask nothing of the engine, which confirms nothing of them."""
+    world = World()
+    world.model_config.world = world
+    request = world.add(list(range(1, 11)), 60)
+    connection = Connection()
+    connection.is_there = connection.is_finished = True
+    recovery = recovery_of(world, connection, timeout_s=0.5)
+    begin = world.engine.begin
+
+    def begin_dense() -> None:
+        begin()
+        world.engine.pass_step = None
+
+    def step() -> None:
+        batch = world.next_batch()
+        world.take(batch, world.launch(batch))
+        world.last_batch = batch
+
+    step()
+    world.engine.begin = begin_dense
+    for _ in range(3):
+        connection.mark_lost("its process ended")
+        recovery.turn(world)
+        time.sleep(0.2)  # three of these are longer than a pause may be
+        turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+        step()
+    assert not world.sent
+    assert len(request.output_ids) == 4
+
+
+def test_a_take_up_that_failed_is_forgotten_with_its_pause(world: World) -> None:
+    """Two in one pause make all requests be computed again, two of two pauses do not."""
+    connection = Connection()
+    connection.is_there = True
+    recovery = recovery_of(world, connection)
+    for _ in range(2):
+        connection.is_finished = False
+        connection.mark_lost("its process ended")
+        recovery.turn(world)
+        turn_until(recovery, world, lambda: recovery.state is State.RESUMING)
+        connection.mark_lost("while it took up rows")
+        recovery.turn(world)
+        connection.is_finished = True
+        turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+    assert world.counters.recomputed_requests_total == 0
+
+
+def test_requests_whose_grammar_is_compiled_are_refused_as_well(world: World) -> None:
+    """SGLang keeps them in a queue of their own, and looks there before a pass only."""
+    connection = Connection()
+    recovery = recovery_of(world, connection, timeout_s=0.05)
+    waiting = world.add([1, 2, 3], 5)
+    world.waiting_queue.remove(waiting)
+    waiting.grammar = Future()
+    world.grammar_manager.grammar_queue.append(waiting)
+    connection.mark_lost("its process ended")
+    turn_until(recovery, world, lambda: recovery.is_down)
+    recovery.turn(world)
+    assert world.grammar_manager.grammar_queue == []
+    assert waiting.grammar.cancelled()
+    assert world.counters.requests_failed_total == 4
 
 
 @pytest.mark.parametrize("number", [None, *range(4, 16)])
