@@ -45,6 +45,10 @@ class ResidentBackend(AttentionBackend):
     ) -> None:  # fmt: skip
         super().__init__()
         self._full, self.link, self._program = full, link, link.program
+        # What later versions of SGLang ask of the backend that attends to prompts.
+        self.extend_dummy_seqs_capped_by_req_pool = getattr(
+            full, "extend_dummy_seqs_capped_by_req_pool", False
+        )
         self._full_plans = PlansApart(full)
         device = home.table.slots.device
         self._fence = PlanFence(device)

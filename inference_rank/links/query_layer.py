@@ -107,7 +107,7 @@ class QueryLayer:
     def call(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``, by the layer's modules."""
         size, place = len(hidden), self.place
-        normed = hidden if self.norm is None else self.norm(hidden)
+        normed = hidden if self.norm is None else _normed(self.norm, hidden)
         query = F.linear(normed, self.weight, self.bias)
         if self.query_norm is not None and self.is_normed_whole:
             query = self.query_norm(query)
@@ -117,6 +117,13 @@ class QueryLayer:
         query = query.view(size, place.width)
         query, _ = self.rotary(positions, query, query.new_empty(size, place.head_dim))
         return query.view(size, place.num_heads, place.head_dim)
+
+
+def _normed(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the norm of `hidden`; later versions of SGLang let one quantise for what follows."""
+    quantises = getattr(norm, "_quant_linear", None) is not None
+    found: torch.Tensor = norm.forward_native(hidden) if quantises else norm(hidden)
+    return found
 
 
 def _attention_norm(name: str, layer: Any, entry: Architecture) -> Any:

@@ -16,6 +16,8 @@ import torch
 
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
+from .versions import describe_buffers
+
 
 def make_local_pool_class(base: Any, num_extra: int, windowed: Collection[int] = ()) -> type:
     """Return a subclass of SGLang's ``MHATokenToKVPool`` with `num_extra` more slots per layer.
@@ -53,10 +55,9 @@ def make_local_pool_class(base: Any, num_extra: int, windowed: Collection[int] =
                     keys += self.k_buffer
                     values += self.v_buffer
             finally:
-                self.layer_num = count
+                self.layer_num, self.size = count, size
             self.k_buffer, self.v_buffer = keys, values
-            self._kv_buffer_descs = self._build_kv_buffer_descs()
-            self._init_data_ptrs_and_strides()
+            describe_buffers(self)
 
         def _finalize_allocation_log(self, num_tokens: int) -> None:
             super()._finalize_allocation_log(num_tokens + num_extra)

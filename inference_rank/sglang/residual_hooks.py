@@ -55,11 +55,13 @@ def _read_behind_norm(layer: int, module: Any, name: str, on_stream: OnStream) -
         nonlocal is_due
         is_due = True
 
-    def normed(_module: Any, args: tuple[Any, ...], output: Any) -> None:
+    def normed(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         nonlocal is_due
         if is_due:
             is_due = False
-            on_stream(layer, output[1] if isinstance(output, tuple) else args[0])
+            # What it returns alone may be a tuple as well: a norm that quantises.
+            residual = args[1] if len(args) > 1 else kwargs.get("residual")
+            on_stream(layer, args[0] if residual is None else output[1])
 
     def leave(_module: Any, _args: tuple[Any, ...], _output: Any) -> None:
         if is_due:
@@ -70,7 +72,7 @@ def _read_behind_norm(layer: int, module: Any, name: str, on_stream: OnStream) -
             )
 
     module.register_forward_pre_hook(enter)
-    norm.register_forward_hook(normed)
+    norm.register_forward_hook(normed, with_kwargs=True)
     module.register_forward_hook(leave)
 
 

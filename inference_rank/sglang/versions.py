@@ -181,7 +181,9 @@ def retract(req: Any, scheduler: Any) -> None:
 def describe_buffers(pool: Any) -> None:
     """Let SGLang describe the K/V of its pool, which may have more rows than it has tokens.
 
-    From 0.5.22 on SGLang compares the rows with the pool's `size`.
+    From 0.5.22 on SGLang compares the rows of the first layer with the pool's `size`. Layers may
+    have different numbers; only what tandemkv refuses reads a description: transfers to other
+    hosts, and memory that SGLang maps itself.
     """
     size = pool.size
     pool.size = len(pool.k_buffer[0]) - int(pool.page_size)

@@ -163,6 +163,7 @@ VARIABLES = {
     "SGLANG_GRPC_PORT": _PAST_EDGE,
     "SGLANG_RUST_SERVER": _PAST_EDGE,
     "SGLANG_OPT_USE_DEEPGEMM_MEGA_MOE": _NOT_WHOLE,
+    "SGLANG_ENABLE_METADATA_GLUE_GRAPH": "a graph would hold what is done on the host for a step",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "its models would take the place of those that are known here",
 }
 """Of SGLang's environment, which its process inherits."""

@@ -239,6 +239,42 @@ def test_a_norm_that_others_call_says_nothing_of_the_stream() -> None:
     assert seen == [(0, 5.0), (1, 6.0)]
 
 
+class QuantisingNorm(Norm):
+    """Returns values, scale and dtype where SGLang's norm quantises for the projection after it."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        found = super().forward(hidden, residual)
+        scale = torch.tensor(0.5), torch.bfloat16
+        return (found, *scale) if residual is None else ((found[0], *scale), found[1])
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_norm_that_quantises_has_the_stream_as_others_have(by_name: bool) -> None:
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.input_layernorm = QuantisingNorm()
+
+        def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> None:
+            if residual is None:
+                self.input_layernorm(hidden_states)
+            elif by_name:
+                self.input_layernorm(hidden_states, residual=residual)
+            else:
+                self.input_layernorm(hidden_states, residual)
+
+    layers = nn.ModuleList(Quantised() for _ in range(2))
+    seen: list[tuple[int, torch.Tensor]] = []
+    install_residual_hooks(
+        as_model("LlamaForCausalLM", layers), lambda layer, stream: seen.append((layer, stream))
+    )
+    layers[0](torch.full((2, WIDTH), 5.0), None)
+    layers[1](torch.full((2, WIDTH), 1.0), torch.full((2, WIDTH), 5.0))
+    assert [(layer, stream.shape, float(stream[0, 0])) for layer, stream in seen] == [
+        (0, (2, WIDTH), 5.0), (1, (2, WIDTH), 6.0),
+    ]  # fmt: skip
+
+
 def test_models_without_what_is_hooked_are_refused() -> None:
     layers = [nn.Linear(1, 1)]
     with pytest.raises(ContractError, match=r"RawLayer has no input_layernorm.*stock SGLang"):

@@ -234,6 +234,21 @@ def test_modules_that_are_called_keep_the_weights_as_they_are() -> None:
     assert torch.equal(found[0], found[1])
 
 
+def test_a_norm_that_quantises_does_not_where_it_is_called() -> None:
+    """SGLang's own pass has values, scale and dtype of it, for a projection in FP8."""
+    hidden, positions = torch.randn(5, HIDDEN), torch.arange(5)
+    model = make_model(has_bias=False, has_norm=True)
+    predict = LiveQueryPredictor(
+        model, QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
+    )
+    predict.load()
+    want = predict(1, hidden, positions)
+    norm = model.model.layers[1].input_layernorm
+    norm.forward_native, norm._quant_linear = norm.forward, object()
+    norm.forward = lambda hidden: (hidden, torch.tensor(0.5), torch.bfloat16)
+    assert torch.equal(predict(1, hidden, positions), want)
+
+
 class DualChunkRotaryEmbedding(RotaryEmbedding):
     """One that is not known to be plain."""
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from tiny_models import write_model
 
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
@@ -19,6 +21,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
 from tandemkv.inference_rank.process import check_server_args
 from tandemkv.inference_rank.sglang import contract as sglang_contract
 from tandemkv.inference_rank.sglang import versions as sglang_versions
+from tandemkv.inference_rank.sglang.pool import make_local_pool_class
 
 
 def test_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +120,18 @@ def test_drafts_are_verified_densely_in_one_process(
     args = SimpleNamespace(speculative_algorithm=algorithm)
     with pytest.raises(SettingsError, match="--speculative-algorithm: not supported"):
         check_server_args(args, Placement(link=link), "auto", all_exact=all_exact)
+
+
+@pytest.mark.parametrize("windowed", [(), (0,), (2,), (0, 2), (1,)])
+def test_sglangs_pool_may_have_layers_without_resident_sets(windowed: tuple[int, ...]) -> None:
+    """Whichever they are: gpt-oss begins with a window, and ends with a full layer."""
+    pool = make_local_pool_class(MHATokenToKVPool, 24, windowed)(
+        size=64, page_size=1, dtype=torch.float32, head_num=2, head_dim=16, layer_num=3,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    wanted = [65 if layer in windowed else 89 for layer in range(3)]
+    assert [len(x) for x in pool.k_buffer] == [len(x) for x in pool.v_buffer] == wanted
+    assert (pool.size, pool.layer_num) == (64, 3)
 
 
 def test_plain_options_are_accepted() -> None:

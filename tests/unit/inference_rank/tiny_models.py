@@ -50,6 +50,10 @@ _WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
 }  # fmt: skip
 """The first and the last layer have a window, which both prompts are longer than."""
+_LAST_IS_FULL = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+"""Likewise, but that the last layer is a full one, as in gpt-oss and the least of Gemma 3."""
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _DELTA_NETS = {
     "num_hidden_layers": 5, "head_dim": 32,
@@ -155,7 +159,7 @@ MODELS = {
         "Gemma3ForCausalLM",
         "Gemma3Text",
         {
-            **_WINDOWS, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+            **_WINDOWS, **_LAST_IS_FULL, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
             "rope_parameters": {
                 "sliding_attention": _PLAIN, "full_attention": _PLAIN | {"rope_theta": 1e6},
             },
