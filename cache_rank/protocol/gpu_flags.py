@@ -15,6 +15,11 @@ _LINE = 32
 """int32 words of a cache line of 128 bytes: two flags that are polled share none."""
 
 
+def word_of(step: int) -> int:
+    """Return a step's number as a flag holds it: it wraps around, and is compared by difference."""
+    return (step + 2**31) % 2**32 - 2**31
+
+
 def flag_specs(
     num_layers: int, max_batch: int, num_engines: int = 1
 ) -> tuple[TensorSpec, TensorSpec]:

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
 from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRing
 
@@ -203,7 +203,7 @@ class NearReceiver:
                 # It may be one to be prepared, for the lane too.
                 if not self._queued.await_step(min(b, self._expected), side.is_over):
                     return
-                self._finished.fill_(b)
+                self._finished.fill_(word_of(b))
             side.raise_to(a, b)
         elif op is Op.SLOTS:
             self._slots = side.slots_of(record)

@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
 from tandemkv.cache_rank.protocol.message.nccl_wire import NcclWire
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.kernels.step_flags import raise_flags, wait_flags
@@ -141,8 +141,10 @@ class StreamLane(ABC):
     def _missing(self, step: int, flags: list[Flag]) -> str:
         """Return the label of the first of `flags` that is not raised to `step`, if any."""
         with self._on(self._beside):
-            missing = (flag for flag in flags if min(self._find_words(flag).tolist()) - step < 0)
-            return next((flag.label for flag in missing), "")
+            for flag in flags:
+                if any(word_of(word - step) < 0 for word in self._find_words(flag).tolist()):
+                    return flag.label
+            return ""
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
@@ -169,7 +171,7 @@ class StreamLane(ABC):
             if entry.kind is EntryKind.PREPARE:
                 self._prepare(entry)
                 return
-            self._step.fill_(entry.step)
+            self._step.fill_(word_of(entry.step))
             self._contents.begin(entry)
             self._keeps = entry.kind is EntryKind.DECODE
             queued: list[Message] = []

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
@@ -63,10 +63,10 @@ class PolledSignals(WordSignals, HostSignals):
         self._raise(self._words.finished)
 
     def _raise(self, words: torch.Tensor) -> None:
-        words.numpy()[:] = _word(self._step)
+        words.numpy()[:] = word_of(self._step)
 
     def _await_words(self, flags: torch.Tensor) -> None:
-        words, wanted = flags.numpy(), _word(self._step)
+        words, wanted = flags.numpy(), np.int32(word_of(self._step))
         if _is_raised(words, wanted):
             return
         with self._clock.waiting():  # for the forward pass, however long it takes
@@ -76,11 +76,6 @@ class PolledSignals(WordSignals, HostSignals):
                 if self._is_over():
                     raise StepAbortedError(f"step {self._step} was given up")
                 time.sleep(_PAUSE_S)
-
-
-def _word(step: int) -> np.int32:
-    """Return a step's number as a flag holds it; it wraps around."""
-    return np.int32((step + 2**31) % 2**32 - 2**31)
 
 
 def _is_raised(words: np.ndarray[tuple[int], np.dtype[np.int32]], wanted: np.int32) -> bool:

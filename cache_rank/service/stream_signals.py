@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
@@ -54,7 +54,7 @@ class StreamSignals(WordSignals):
     def begin(self, step: int) -> None:
         """See `HostSignals.begin`."""
         self._number = self._counted = step
-        self._step.fill_(step)
+        self._step.fill_(word_of(step))
 
     def begin_counted(self, step: int) -> None:
         """Let what follows be about `step`, which a graph that begins with `count` counts itself.
@@ -62,7 +62,7 @@ class StreamSignals(WordSignals):
         The forward pass waits for the graph, and a kernel before it takes 20 us of the host's time.
         """
         if self._counted != step - 1:
-            self._step.fill_(step - 1)
+            self._step.fill_(word_of(step - 1))
         self._number = self._counted = step
 
     def count(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
@@ -223,8 +223,8 @@ class StreamSignals(HostSignals):
         self._unmask()
         for each in self._all:
             each.announce(entry)
-        self._previous.fill_(entry.step - 1)
-        self._step.fill_(entry.step)
+        self._previous.fill_(word_of(entry.step - 1))
+        self._step.fill_(word_of(entry.step))
         self._await_finished()
         if step is not None:
             size = len(step.rows)
@@ -240,7 +240,7 @@ class StreamSignals(HostSignals):
         if self._is_lost():
             return False
         self._unmask()
-        self._previous.fill_(step)
+        self._previous.fill_(word_of(step))
         self._await_finished()
         return self.end()  # nothing else of this pass would tell what was lost
 
@@ -333,7 +333,7 @@ class StreamSignals(HostSignals):
     def is_done(self, step: int) -> bool:
         """See `HostSignals.is_done`: its results came with what was lost until then."""
         lost = self.lost_step
-        return not self._is_lost() and (not lost or step < lost)
+        return not self._is_lost() and (not lost or word_of(step - lost) < 0)
 
     def give_up(self) -> None:
         """See `HostSignals.give_up`: the engine's own waits end."""

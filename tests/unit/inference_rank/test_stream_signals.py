@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
+from tandemkv.cache_rank.protocol.gpu_flags import flag_specs, word_of
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
@@ -86,12 +86,16 @@ def _is_lost(engine: EngineSide) -> bool:
     return bool(engine._lost.item())
 
 
+@pytest.mark.parametrize("first", [1, 2**31 - 1, 2**32 + 7])
 def test_a_step_goes_from_one_side_to_the_other(
-    link: LinkSide, engine: EngineSide, connection: Connection
+    first: int, link: LinkSide, engine: EngineSide, connection: Connection
 ) -> None:
+    """Flags of int32 wrap around after months."""
+    for name in ("to_engine", "to_inference"):
+        connection.tensors[name].fill_(word_of(first - 1))
     stream = torch.randn(2, HIDDEN)
     query = torch.randn(2, HEADS, DIM)
-    for step in (1, 2):
+    for step in (first, first + 1):
         assert link.begin(_entry(step), _step())
         engine.begin(step)
         engine.await_begin()
@@ -113,7 +117,11 @@ def test_a_step_goes_from_one_side_to_the_other(
         engine.finish()
     assert link.lost_step == 0
     assert not _is_lost(engine)
-    assert [entry.step for entry in connection.announced] == [1, 2]
+    assert [entry.step for entry in connection.announced] == [first, first + 1]
+    assert link.is_done(first + 1)
+    link._lost_on_host[0] = word_of(first + 1)
+    assert link.is_done(first)
+    assert not link.is_done(first + 1)
 
 
 def test_what_one_engine_is_told_takes_one_launch_each(
