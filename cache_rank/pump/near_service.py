@@ -148,7 +148,8 @@ class NearPump:
             case StatusRequest():
                 self._control.send(peer, self.status())
             case Goodbye():
-                self._close_epoch("goodbye")
+                if self._session is not None and message.epoch == self._session.epoch:
+                    self._close_epoch("goodbye")
             case _:
                 _LOG.warning("ignored %s", type(message).__name__)
 

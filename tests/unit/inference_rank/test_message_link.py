@@ -27,6 +27,7 @@ from tandemkv.cache_rank.protocol.errors import CacheRankLostError, HandshakeRef
 from tandemkv.cache_rank.protocol.message.keys import (
     make_keys,
 )
+from tandemkv.cache_rank.protocol.messages import Goodbye
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.pump.near_service import NearPump
@@ -100,6 +101,16 @@ def test_two_cache_ranks_with_a_part_of_the_kv_heads(
         assert played.num_lost == 0
         own = [pumps.far._kept["kv"].shape[3] for pumps in played.pumps]
         assert own == heads, "each host has the K/V of its own heads, and no others"
+
+
+def test_a_goodbye_is_of_its_own_epoch(tmp_path: Path) -> None:
+    settings = settings_of("last_query", {"link": "message", "two_gpus": True}, **_SELECTION)
+    with _played(tmp_path, settings) as (played, _):
+        near = played.pumps[0].near
+        epoch = near.status().epoch
+        near._handle(b"", Goodbye(epoch=epoch - 1))
+        assert near.status().epoch == epoch > 0
+        played.run()
 
 
 def test_another_cache_rank_than_the_one_that_is_meant_is_refused(tmp_path: Path) -> None:
