@@ -88,8 +88,8 @@ class SharedRuntime(runtime_module.Runtime):
         told = {
             "lost_reason": self.client.lost_reason or "",
             "state": "no cache rank" if self.recovery.is_down else self.recovery.state.value,
-            "plan_placement": "a process of its own, in shared memory" + _where(self.settings),
-            "plan_note": "not measured in another process; see exchange_wait_us_total",
+            "plan_placement": _place(self.settings),
+            "plan_note": "not timed in another process; status has the time of waits for it",
         }
         is_ready = not self.recovery.is_down
         return self.reply(epoch=self.client.epoch, ready=is_ready, values=own, info=told)
@@ -159,13 +159,15 @@ def wait_limit_s(settings: RankSettings) -> float:
     return limit
 
 
-def _where(settings: RankSettings) -> str:
-    placement = settings.placement
+def _place(settings: RankSettings) -> str:
+    placement, own = settings.placement, "a process of its own"
+    if placement.link == "message":
+        return f"{own}, by messages"
     if placement.host_engine:
-        return ", on the host's CPU"
+        return f"{own}, in shared memory, on the host's CPU"
     is_one = placement.head_shards == 1
     on_gpus = ", on a second GPU" if is_one else ", on GPUs of their own"
-    return on_gpus if placement.has_far_pool else ""
+    return f"{own}, in shared memory" + (on_gpus if placement.has_far_pool else "")
 
 
 def _link(

@@ -107,6 +107,8 @@ def _show_type(item: Any, ctx: Any) -> None:
 class ServeCommand(TyperCommand):
     """Keeps what follows ``--`` away from the parser."""
 
+    passed_to = "SGLANG"
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse what precedes ``--``."""
         own = args
@@ -117,7 +119,7 @@ class ServeCommand(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Show the part after ``--`` in the usage line."""
-        return [*super().collect_usage_pieces(ctx), "[-- SGLANG ARGS]"]
+        return [*super().collect_usage_pieces(ctx), f"[-- {self.passed_to} ARGS]"]
 
 
 class ReportingServeCommand(_Reporting, ServeCommand):

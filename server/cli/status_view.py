@@ -104,7 +104,7 @@ def format_value(key: str, value: Any) -> str:
         return format_bytes(value)
     for unit in ("us", "ms", "s"):
         if leaf.endswith(f"_{unit}"):
-            return f"{value:,.3g} {unit}"
+            return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
     if float(value).is_integer():
         return f"{int(value):,}"
     return f"{value:.4g}"

@@ -7,6 +7,7 @@ import glob
 import json
 import logging
 import os
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -274,7 +275,10 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     }
     selection = settings.selection
     exact = ",".join(map(str, selection.exact_layer_ids)) or "none"
-    text = escape(json.dumps(body))
+    text, key = escape(json.dumps(body)), ""
+    if settings.edge.api_key_file is not None:
+        file = shlex.quote(str(settings.edge.api_key_file))
+        key = escape(f'    -H "Authorization: Bearer $(cat {file})" \\\n')
     return (
         f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, logs in {run_dir})\n"
         f"{placement}\n"
@@ -282,7 +286,7 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
         f"{selection.num_samples} samples per KV head, exact layers {exact}, cache for "
         f"{settings.cache.capacity_tokens} tokens\n\n"
         f"  curl {escape(url)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-        f"    -d '{text}'\n"
+        f"{key}    -d '{text}'\n"
         f"  tandemkv status --url {escape(url)}\n\n"
         f"Ctrl-C stops {_stopped(settings)}."
     )

@@ -147,8 +147,12 @@ def _run(
     return verdict.passed
 
 
+class _SoakCommand(ServeCommand):
+    passed_to = "SERVE"
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
-    app.command(cls=ServeCommand, epilog="What follows -- goes to `tandemkv serve` unchanged.")(
+    app.command(cls=_SoakCommand, epilog="What follows -- goes to `tandemkv serve` unchanged.")(
         soak
     )

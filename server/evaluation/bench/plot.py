@@ -54,8 +54,8 @@ def tpot_series(
         line = found.setdefault((step.name, step.point.batch), {})
         if step.point.context in line:
             raise SettingsError(
-                f"{step.row.figure} is in two of the reports; plot reports of different "
-                "configurations, or one"
+                f"{step.row.figure} is there twice; plot reports of different configurations, or "
+                "one whose rows are all of one run"
             )
         line[step.point.context] = step.row
     missing = sorted(set(names) - {name for name, _ in found})

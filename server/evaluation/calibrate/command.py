@@ -98,7 +98,11 @@ class Request:
             raise SettingsError(
                 "policy, index_channels: a file is for one; give --policy or --index-channels"
             )
-        if (self.out is None) != self.is_for_serve:
+        if self.out is None and not self.is_for_serve:
+            raise SettingsError(
+                "out: with --policy or --index-channels give --out FILE, which is made"
+            )
+        if self.out is not None and self.is_for_serve:
             raise SettingsError(
                 "out goes with --policy or --index-channels: without them files are kept where "
                 "`tandemkv serve` looks for them"

@@ -35,6 +35,15 @@ def test_the_banner_says_what_a_head_attends_to(
     assert "http://127.0.0.1:30000/v1/chat/completions" in text
 
 
+def test_the_banner_asks_with_the_key(tmp_path: Path) -> None:
+    settings = ServeSettings.model_validate(
+        {"model": "smollm2", "placement": Placement(), "edge": {"api_key_file": tmp_path / "a key"}}
+    )
+    text = banner(settings, "http://127.0.0.1:30000", Path("/run/here"))
+    assert f"-H \"Authorization: Bearer $(cat '{tmp_path}/a key')\" \\\n" in text
+    assert "Bearer" not in banner(ServeSettings(model="smollm2"), "http://h:1", Path("/run/here"))
+
+
 @pytest.mark.parametrize(("link", "stopped"), [("shared", "both ranks"), ("local", "the server")])
 def test_the_banner_says_what_ctrl_c_ends(link: Link, stopped: str) -> None:
     settings = ServeSettings(model="smollm2", placement=Placement(link=link))

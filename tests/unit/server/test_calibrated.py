@@ -185,7 +185,7 @@ def test_plan_predicts_with_it(tiny: Path, spec: ModelSpec) -> None:
     ("options", "advice"),
     [
         (["--out", "x.safetensors"], "out goes with --policy or --index-channels"),
-        (["--policy", "look_ahead"], "out goes with --policy or --index-channels"),
+        (["--policy", "look_ahead"], "give --out FILE"),
         (["--policy", "kascade", "--index-channels", "32", "--out", "x"], "a file is for one"),
     ],
 )

@@ -115,7 +115,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         tpot_series([make_report("kernels", [], command=[])])
     with pytest.raises(SettingsError, match=r"no tpot_ms_\* row of batch 2"):
         tpot_series([report("a")], batch=2)
-    with pytest.raises(SettingsError, match="two of the reports"):
+    with pytest.raises(SettingsError, match="is there twice"):
         tpot_series([report("a"), report("a")])
     with pytest.raises(SettingsError, match="--config b: none of these reports has it"):
         tpot_series([report("a")], ["a", "b"])
