@@ -100,7 +100,7 @@ class Request:
             )
         if self.out is None and not self.is_for_serve:
             raise SettingsError(
-                "out: with --policy or --index-channels give --out FILE, which is made"
+                "out: --policy and --index-channels make a file that you name; give --out FILE"
             )
         if self.out is not None and self.is_for_serve:
             raise SettingsError(

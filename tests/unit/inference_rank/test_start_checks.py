@@ -11,7 +11,7 @@ from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.start.local import check_sizes
-from tandemkv.inference_rank.start.shared import wait_limit_s
+from tandemkv.inference_rank.start.shared import _place, wait_limit_s
 
 _ONE = {"link": "shared", "model_device": "cuda"}
 _APART = _ONE | {"two_gpus": True}
@@ -62,3 +62,20 @@ def test_an_engine_whose_host_launches_each_kernel_is_given_time(
 ) -> None:
     """As long as it may be busy with a step; else as long as it may be silent, and a second."""
     assert wait_limit_s(_settings(policy, placement)) == limit_s
+
+
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [
+        ({"link": "message", "two_gpus": True}, "by messages"),
+        ({"link": "shared"}, "in shared memory"),
+        ({"link": "shared", "two_gpus": True}, "in shared memory, on a second GPU"),
+        (
+            {"link": "shared", "two_gpus": True, "head_shards": 2},
+            "in shared memory, on GPUs of their own",
+        ),
+    ],
+)
+def test_status_says_where_the_cache_rank_is(placement: dict[str, object], told: str) -> None:
+    settings = RankSettings.model_validate({"placement": placement})
+    assert _place(settings) == f"a process of its own, {told}"

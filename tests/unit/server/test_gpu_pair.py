@@ -189,8 +189,10 @@ def test_a_cache_rank_by_itself_takes_its_own_gpu(gpus: pytest.MonkeyPatch) -> N
 
 def test_one_process_keeps_all_gpus() -> None:
     settings = ServeSettings(model="m", cache_ranks=0)
-    env = sglang_env(settings, {}, run_dir=Path("/r"), device="cuda")
+    given = {"SGLANG_USE_CPU_ENGINE": "1"}
+    env = sglang_env(settings, given, run_dir=Path("/r"), device="cuda")
     assert "CUDA_VISIBLE_DEVICES" not in env
+    assert env["SGLANG_USE_CPU_ENGINE"] == "0"
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])

@@ -98,8 +98,10 @@ def test_sglang_is_told_of_all_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert env["GLOO_SOCKET_IFNAME"] == "lo"
     assert env[NODES_VARIABLE] == "127.0.0.1:7500"
     assert env["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] == "false"
-    given = {"GLOO_SOCKET_IFNAME": "eth7"}
-    assert sglang_env(found, given, run_dir=tmp_path, device="cpu")["GLOO_SOCKET_IFNAME"] == "eth7"
+    given = {"GLOO_SOCKET_IFNAME": "eth7", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "true"}
+    env = sglang_env(found, given, run_dir=tmp_path, device="cpu")
+    assert env["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert env["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] == "false", "it would unpickle"
     alone = settings(nnodes=1, dist_init_addr=None)
     argv = sglang_argv(alone, model_dir=tmp_path, device="cpu", dtype="float32", port=1)
     assert "--nnodes" not in argv

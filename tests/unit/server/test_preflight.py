@@ -187,6 +187,14 @@ def test_addresses() -> None:
         choose_port("203.0.113.1", 0)
 
 
+def test_variables_of_sglang_that_contradict_us_are_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_GRPC_PORT", "4000")
+    with pytest.raises(SettingsError, match=r"SGLANG_GRPC_PORT is set: .*; unset it"):
+        resolve(model_dir)
+
+
 NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
 
 

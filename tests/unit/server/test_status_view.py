@@ -30,6 +30,13 @@ def test_units_are_shown_beside_values_and_not_in_names() -> None:
     assert found["steps"] == "7"
 
 
+def test_large_times_have_no_exponent() -> None:
+    values = {"exchange_wait_us_total": 394749.2, "longest_pause_ms": 999.4}
+    found = {name: value for _, name, value in lines_of(values)}
+    assert found["exchange wait"] == "394,749 us"
+    assert found["longest pause"] == "999 ms"
+
+
 def test_a_gauge_and_a_total_of_the_same_name_can_be_told_apart() -> None:
     found = {name: value for _, name, value in lines_of({"pause_s": 1.5, "pause_ms_total": 250.0})}
     assert found["pause"] == "1.5 s"
