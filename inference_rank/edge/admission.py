@@ -66,8 +66,13 @@ class Place:
         self._admission.take(count - self._count)
         self._count = count
 
+    def give_back(self) -> None:
+        """Leave it to others, before the context is left."""
+        self._admission.taken -= self._count
+        self._count = 0
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._admission.taken -= self._count
+        self.give_back()

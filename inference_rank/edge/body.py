@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope
 
 from .refusal import RequestRefusedError
 
@@ -145,20 +145,3 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_again
-
-
-class PromptSend:
-    """A `send` that gives up a client that does not read: it would keep its place for ever."""
-
-    def __init__(self, send: Send, timeout_s: float) -> None:
-        self._send, self._timeout_s = send, timeout_s
-        self.has_stalled = False
-
-    async def __call__(self, message: Message) -> None:
-        """Send, or raise as if the client had left."""
-        try:
-            async with asyncio.timeout(0.0 if self.has_stalled else self._timeout_s):
-                await self._send(message)
-        except TimeoutError:
-            self.has_stalled = True
-            raise OSError("the client does not read its answer") from None

@@ -10,7 +10,8 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .admission import Admission
-from .body import PromptSend, parse_json_object, read_body, replay, with_body
+from .answer import Answer
+from .body import parse_json_object, read_body, replay, with_body
 from .keys import Keys, Role
 from .limits import Limits
 from .refusal import RequestRefusedError, shown
@@ -23,6 +24,9 @@ _NO_BODY = 1 << 16
 
 TAKE_TIMEOUT_S = 60.0
 """Longest wait for a client to take a part of its answer, beyond what the connection buffers."""
+
+_OPENAI_PREFIX = "/v1/"
+"""Of these routes SGLang waits for the first event of a stream before it begins an answer."""
 
 _HANDED_ON = frozenset(
     (b"accept", b"connection", b"content-length", b"content-type", b"host", b"origin",
@@ -68,7 +72,9 @@ class Edge:
             await self._serve(scope, receive, send)
         except RequestRefusedError as refusal:
             self._count_refusal(refusal.status)
-            await refusal.response()(scope, receive, send)
+            response = refusal.response()
+            response.headers.update(self._to_pages(scope))
+            await response(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -109,12 +115,19 @@ class Edge:
             place.grow(check(found, self._limits))
             written = msgspec.json.encode(found)
             del found
-            answer = PromptSend(send, TAKE_TIMEOUT_S)
+            answer = Answer(
+                receive,
+                send,
+                timeout_s=TAKE_TIMEOUT_S,
+                on_end=place.give_back,
+                holds_streams=str(scope["path"]).startswith(_OPENAI_PREFIX),
+            )
+            # An answer that is incomplete when this returns makes uvicorn close the connection.
             try:
-                await self._app(with_body(scope, written), replay(written, receive), answer)
-            except Exception:
-                if not answer.has_stalled:
-                    raise  # else uvicorn closes the connection, for the answer is incomplete
+                given = replay(written, answer.receive)
+                await self._app(with_body(scope, written), given, answer.send)
+            finally:
+                answer.close()
 
     async def _serve_plain(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], route: Route
@@ -146,6 +159,18 @@ class Edge:
                 "with --cors-origins",
                 code="origin_not_allowed",
             )
+
+    def _to_pages(self, scope: Scope) -> dict[str, str]:
+        """Return headers by which a page of an allowed origin may read a refusal."""
+        origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
+        if origin not in self._limits.settings.cors_origins:
+            return {}
+        return {
+            "access-control-allow-origin": origin,
+            "access-control-allow-credentials": "true",
+            "access-control-expose-headers": "retry-after",
+            "vary": "Origin",
+        }
 
     def _check_model(self, path: str) -> None:
         name = model_of(path)

@@ -14,6 +14,7 @@ _TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
+    500: "server_error",
     503: "overloaded_error",
 }
 

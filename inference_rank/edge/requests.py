@@ -48,8 +48,8 @@ _SHORT = string(256)
 _NO_GRAMMARS = "for the server runs with --grammar-backend none"
 # Of OpenAI's API, without effect in SGLang: what their clients send anyway.
 _WITHOUT_EFFECT = (
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier",
-    "store", "user", "verbosity",
+    "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+    "verbosity",
 )  # fmt: skip
 # Off is what every server can do.
 _OFF: dict[str, Check] = dict.fromkeys(
@@ -167,6 +167,7 @@ def _template_options(name: str, value: Any, limits: Limits) -> None:
 _CHAT_PROMPT: dict[str, Check] = {
     "messages": list_of(mapping(_prompt_bytes, _MESSAGE), _MOST_MESSAGES, least=1),
     "tools": tools,
+    "parallel_tool_calls": boolean,
     "tool_choice": lambda name, value, limits: (
         mapping(1024) if isinstance(value, dict) else only("none", "auto", "required")
     )(name, value, limits),
@@ -223,8 +224,13 @@ _DETOKENIZE: dict[str, Check] = {
 def check_completion(body: dict[str, Any], limits: Limits) -> int:
     """Check ``/v1/completions``."""
     _check(body, _COMPLETION, limits, required="prompt")
-    if "best_of" in body and body["best_of"] < body.get("n", 1):
-        raise wrong("best_of", body["best_of"], f"at least n={body['n']}")
+    if body.pop("best_of", body.get("n", 1)) != body.get("n", 1):
+        raise RequestRefusedError(
+            400,
+            "best_of: SGLang returns each completion, and chooses none; leave it out, or give n",
+            param="best_of",
+            code="invalid_value",
+        )
     if body.get("echo", False) and body.get("logprobs") == 0:
         raise wrong("logprobs", 0, "at least 1 with echo=true")  # SGLang would answer 500
     _check_grammar(body, limits)

@@ -8,6 +8,7 @@ tools in Python, each of their values, and the members of a list that it cannot 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ def grammar_bytes(limits: Limits) -> int:
 
 MOST_GROUPS = 512
 """Opening parentheses of one regular expression: no fewer than its levels, escaped or not."""
+MOST_TOOL_GROUPS = 128
+"""The same in tools, whose expressions SGLang has compiled by Python, which calls itself too."""
+_LONG_NUMBER = re.compile(r"\{(?:[0-9]*,)?[0-9]{7}")
+"""A repetition that Python refuses with an error of its own, which SGLang answers with 500."""
 MOST_TOOL_VALUES, _MOST_IN_PAIRS, _MOST_TOOLS = 8192, 256, 256
 _ANY_JSON = "$$ANY$$"  # SGLang's own word
 
@@ -55,12 +60,19 @@ def response_format(name: str, value: Any, limits: Limits) -> None:
     """Check what an answer must be like."""
     _mapping(name, value, limits)
     _check_patterns(name, value)
+    inside, schema = f"{name}.schema", value.get("schema")  # SGLang takes it by this name as well
+    for part in ("properties", "strict"):
+        if schema is not None and not isinstance(schema, dict):
+            raise wrong(inside, schema, "a mapping")
+        inside, schema = f"{inside}.{part}", None if schema is None else schema.get(part)
+    if schema is not None and not isinstance(schema, dict):
+        raise wrong(inside, schema, "a mapping")
 
 
 def tools(name: str, value: Any, limits: Limits) -> None:
     """Check what a model may call."""
     _mappings(name, value, limits)
-    _check_patterns(name, value)
+    _check_patterns(name, value, MOST_TOOL_GROUPS)
     count = 0
     for item in _values(value):
         count += 1
@@ -77,18 +89,20 @@ def tools(name: str, value: Any, limits: Limits) -> None:
         )
 
 
-def _check_patterns(name: str, value: Any) -> None:
+def _check_patterns(name: str, value: Any, most_groups: int = MOST_GROUPS) -> None:
     for item in _values(value):
         if isinstance(item, dict):
             for key, below in item.items():
-                _check_groups(name, key)  # of patternProperties
+                _check_groups(name, key, most_groups)  # of patternProperties
                 if key == "pattern" and isinstance(below, str):
-                    _check_groups(f"{name} pattern", below)
+                    _check_groups(f"{name} pattern", below, most_groups)
 
 
-def _check_groups(name: str, text: str) -> None:
-    if text.count("(") > MOST_GROUPS:
-        raise wrong(name, text, f"a regular expression with at most {MOST_GROUPS} parentheses")
+def _check_groups(name: str, text: str, most: int = MOST_GROUPS) -> None:
+    if text.count("(") > most:
+        raise wrong(name, text, f"a regular expression with at most {most} parentheses")
+    if _LONG_NUMBER.search(text):
+        raise wrong(name, text, "a regular expression with repetitions of at most 6 digits")
 
 
 def _is_sortable(items: list[Any]) -> bool:

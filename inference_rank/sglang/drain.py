@@ -66,7 +66,11 @@ class Drain:
         try:
             yield
         finally:
-            self._exchanges.discard(exchange)
+            self.forget(exchange)
+
+    def forget(self, exchange: _Exchange) -> None:
+        """Do not wait for a request: SGLang's routes return two seconds after a stream's end."""
+        self._exchanges.discard(exchange)
 
 
 class DrainMiddleware:
@@ -91,7 +95,7 @@ class DrainMiddleware:
             await self._app(scope, receive, send)
             return
         reach("http.request")
-        exchange = _Exchange(send)
+        exchange = _Exchange(send, self._drain.forget)
         if self._drain.reason is not None:
             await exchange.refuse(self._drain.reason)
             return
@@ -102,8 +106,8 @@ class DrainMiddleware:
 class _Exchange:
     """One request and what of its answer has been sent."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, on_end: Callable[[_Exchange], None]) -> None:
+        self._send, self._on_end = send, on_end
         self._task: asyncio.Task[None] | None = None
         self._reason: str | None = None
         self._is_stream = False
@@ -140,6 +144,8 @@ class _Exchange:
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self._is_complete = True
         await self._send(message)
+        if self._is_complete:
+            self._on_end(self)
 
     async def refuse(self, reason: str) -> None:
         """Send an error, as far as what was sent before allows."""

@@ -21,6 +21,10 @@ def with_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"messages": MESSAGES, "response_format": wanted}
 
 
+def as_format(schema: object) -> dict[str, Any]:
+    return {"messages": MESSAGES, "response_format": {"type": "json_schema", "schema": schema}}
+
+
 def with_tool(parameters: dict[str, Any]) -> dict[str, Any]:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     return {"messages": MESSAGES, "tools": [tool]}
@@ -38,7 +42,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "json_schema": "{"}, "json_schema: the body is not valid JSON"),
     (CHAT, with_format({"properties": {"a": {"pattern": DEEP}}}), "at most 512 parentheses"),
     (CHAT, with_format({"patternProperties": {DEEP: {}}}), "at most 512 parentheses"),
-    (CHAT, with_tool({"items": {"pattern": DEEP}}), "at most 512 parentheses"),
+    (CHAT, with_tool({"items": {"pattern": DEEP}}), "at most 128 parentheses"),
+    (CHAT, with_tool({"pattern": "(" * 129 + ")" * 129}), "at most 128 parentheses"),
+    (CHAT, with_tool({"pattern": "a{99999999999999999999}"}), "at most 6 digits"),
+    (CHAT, with_tool({"patternProperties": {"a{0,10000000}": {}}}), "at most 6 digits"),
+    (CHAT, as_format("x"), "response_format.schema='x': a mapping"),
+    (CHAT, as_format({"properties": ["strict"]}), "schema.properties=a list of 1: a mapping"),
+    (CHAT, as_format({"properties": {"strict": True}}), "properties.strict=true: a mapping"),
     (CHAT, with_tool({"type": [{"a": i} for i in range(300)]}), "strings or numbers alone"),
     (CHAT, with_tool({"required": [i if i % 2 else str(i) for i in range(300)]}), "strings or"),
     (CHAT, with_tool({"enum": [0] * MOST_TOOL_VALUES}), "at most 8192 are allowed"),
@@ -58,7 +68,10 @@ def test_refuses(path: str, body: dict[str, Any], text: str) -> None:
         with_format(
             {"pattern": "(a)" * MOST_GROUPS, "properties": {"pattern": {"type": "string"}}}
         ),
+        as_format({"properties": {"strict": {"default": True}}}),
+        as_format({"title": "x"}),
         with_tool({"enum": [f"v{i}" for i in range(2000)], "maximum": 3}),
+        with_tool({"pattern": "(a{0,999999})" * 128, "description": "{10000000"}),
         with_tool({"enum": [*range(1000)], "description": "(" * 1000}),
         with_tool({"anyOf": [{"type": "null"}] * 256}),
     ],
