@@ -8,7 +8,7 @@ synchronisation, and can be captured in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -227,6 +227,7 @@ class CacheEngine:
         *,
         restored: Sequence[bool],
         reseeded: Sequence[bool],
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         """See `Engine.resume`."""
         tables = [table.to(self._device) for table in tables]
@@ -234,6 +235,7 @@ class CacheEngine:
         self._index.begin_extend([0] * len(rows), lengths, tables, rows)
         for layer in self._place_of:
             self._index.rebuild(layer)
+            moved()
         every = [(layer, self.program.book_of(layer)) for layer in self._sparse]
         books = [(layer, book) for layer, book in every if book is not None]
         chosen = [i for i, is_restored in enumerate(restored) if is_restored]

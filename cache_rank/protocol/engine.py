@@ -191,12 +191,14 @@ class Engine(Protocol):
         *,
         restored: Sequence[bool],
         reseeded: Sequence[bool],
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         """Take up requests that an earlier engine left, from what is in the pools and in the books.
 
         The key index is made again from the keys. Of `restored` rows the books say what was
         resident: the sets are filled again. Sets of `reseeded` rows get the sink and the latest
-        candidates; others have none. ``lengths`` tokens are stored, at ``tables [length]``.
+        candidates; others have none. ``lengths`` tokens are stored, at ``tables [length]``. `moved`
+        is called after each layer's index, which takes a CPU a second.
         """
 
     def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:

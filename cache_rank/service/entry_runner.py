@@ -155,6 +155,7 @@ class EntryRunner:
             [self._table[row.row, : row.length].clone() for row in entry.rows],
             restored=restored,
             reseeded=reseeded,
+            moved=self._signals.note_progress,
         )
         self._record(
             self._changed([row for row, is_anew in zip(rows, reseeded, strict=True) if is_anew])

@@ -54,12 +54,12 @@ class PolledSignals(WordSignals, HostSignals):
 
     def raise_ready(self, layer: int) -> None:
         """See `HostSignals.raise_ready`."""
-        self._note_progress()
+        self.note_progress()
         self._raise(self._words.ready(layer))
 
     def settle(self) -> None:
         """See `HostSignals.settle`: the next step of the forward pass waits for this."""
-        self._note_progress()
+        self.note_progress()
         self._raise(self._words.finished)
 
     def _raise(self, words: torch.Tensor) -> None:

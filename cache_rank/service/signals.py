@@ -93,7 +93,7 @@ class HostSignals:
     def raise_ready(self, layer: int) -> None:
         """Tell that the resident set of `layer` may be attended to, in this step or the next."""
         reach("cache_rank.layer")
-        self._note_progress()
+        self.note_progress()
         self._flags.raise_to(self._at.ready(layer), self._step)
 
     def put_output(self, layer: int, output: torch.Tensor) -> None:
@@ -109,8 +109,10 @@ class HostSignals:
         """Tell that all work of the step has ended, and can be done again from its copies."""
         self._flags.raise_to(self._at.FINISHED, self._step)
 
-    def _note_progress(self) -> None:
+    def note_progress(self) -> None:
+        """Tell both hosts that work which takes long goes on."""
         self._progress += 1
+        self._clock.progress.advance()
         self._flags.raise_to(self._at.PROGRESS, self._progress)
 
     def _wait(self, flag: int) -> None:

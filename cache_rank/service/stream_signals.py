@@ -106,6 +106,10 @@ class StreamSignals(WordSignals):
 
     def finish(self) -> None:
         """See `HostSignals.finish`; the hosts hear at once that it is queued."""
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """See `HostSignals.note_progress`."""
         self._progress += 1
         self._host.raise_to(self._at.PROGRESS, self._progress)
 
@@ -128,6 +132,7 @@ class StreamSignals(WordSignals):
             yield
         finally:
             self._lost.zero_()
+            self._step.fill_(word_of(self._number))  # what was rehearsed may count steps
             self._is_masked = False
 
     def abort(self) -> None:

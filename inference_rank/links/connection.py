@@ -397,8 +397,6 @@ class SharedConnection:
         """Let the engine take up the requests in `rows`; `has_finished` tells when it has."""
         self.step += 1
         self.announce(StepEntry(kind=EntryKind.RESUME, step=self.step, rows=rows))
-        if self.program.tells_all:  # their K/V come back first
-            self.wait(self._at.LOADED)
 
     @property
     def resumed_rows(self) -> tuple[int, int]:

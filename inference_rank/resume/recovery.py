@@ -236,9 +236,8 @@ class Recovery:
             self._end_epoch()
             self._await_cache_rank()
             return
-        rows = self._rows(live_requests(scheduler))
+        rows = self._rows(scheduler)
         self._connection.resume(rows)
-        self._refill([(row.row, row.length) for row in rows])
         self.state = State.RESUMING
 
     def _adopt(self, opened: Any) -> bool:
@@ -252,6 +251,8 @@ class Recovery:
 
     def _end(self, scheduler: Any) -> None:
         connection, pause_s = self._connection, self.pause_s
+        # From K/V that came back before the engine's last word.
+        self._refill([(row.row, row.length) for row in self._rows(scheduler)])
         connection.confirm(connection.step)
         self._note_progress()
         self._paused_s, self._served_since, self._failed_resumes = pause_s, time.monotonic(), 0
@@ -270,12 +271,15 @@ class Recovery:
             reseeded,
         )
 
-    def _rows(self, requests: Sequence[Any]) -> tuple[StepRow, ...]:
+    def _rows(self, scheduler: Any) -> tuple[StepRow, ...]:
+        """Return the requests that have a row, as the engine is to take them up."""
         found = []
-        for req in requests:
+        for req in live_requests(scheduler):
             row, length = row_of(req), committed(req)
             assert row is not None  # `live_requests` have one
-            is_resident = bool(req.output_ids) and length > self._num_cold
+            # One that was retracted has tokens, and no set before its last chunk.
+            is_whole = bool(req.output_ids) and req is not scheduler.chunked_req
+            is_resident = is_whole and length > self._num_cold
             found.append(
                 StepRow(
                     row=row,

@@ -128,6 +128,10 @@ def cache_rank(
         str | None, option("tcp://HOST:PORT for inference ranks of other hosts.")
     ] = None,
     allow: Annotated[str, option("Addresses that they may come from; default: any.")] = "",
+    verbose: Annotated[
+        bool,
+        option("With --address: show the cache rank's log.", "--verbose", "-v", metavar=SWITCH),
+    ] = False,
 ) -> None:
     """Run one cache rank; `serve` starts it by itself.
 
@@ -142,7 +146,7 @@ def cache_rank(
 
         hosts = [host for host in allow.split(",") if host]
         console = Console(stderr=True, highlight=False)
-        run_far_rank(settings, run_dirs[0], address, hosts, console, rank)
+        run_far_rank(settings, run_dirs[0], address, hosts, console, rank, verbose=verbose)
         return
     if settings.cache_rank_address is not None:
         raise SettingsError(

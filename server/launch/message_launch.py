@@ -128,6 +128,7 @@ def run_pump(settings: ServeSettings, path: Path, rank: int = 0) -> None:
     the cache rank does not let us in, `CacheRankError` if another process serves the run directory.
     """
     log_to_stderr()
+    torch.set_num_threads(1)  # it copies; who computes beside it has the other cores
     keys = _keys(settings)
     address = LinkAddress.parse_peer(settings.cache_rank_addresses[rank])
     own, server = own_keys(keys, INFERENCE_RANK), public_key(keys, CACHE_RANK)
@@ -158,6 +159,7 @@ def run_far_rank(
     too often.
     """
     log_to_stderr()
+    torch.set_num_threads(1)  # the pump's; the cache rank is another process
     keys, where = _keys(settings), LinkAddress.parse(address)
     with _loading_at_once():
         settings, model_dir, device = _resolve_far(settings, rank, console)

@@ -224,6 +224,8 @@ def test_a_rehearsal_leaves_the_requests_of_the_step_before_alone(policy: str, p
     played.decode(ROWS, [n + 1 for n in LENGTHS])
     before = played.state([1, 2, 3])
     played.prepare(2)
+    # Of a step that is still to come the forward pass would not wait.
+    assert played.signals._words.finished.tolist() == [played.step]
     assert _are_equal(played.state([1, 2, 3]), before)
     assert not played.signals._lost.any()
     played.decode(ROWS, [n + 2 for n in LENGTHS])

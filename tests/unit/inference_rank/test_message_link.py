@@ -32,6 +32,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.inference_rank.links.base import ExtendRow
+from tandemkv.inference_rank.links.connection import SharedConnection
 
 pytestmark = pytest.mark.timeout(120)
 _SELECTION = {"index_dtype": "int8", "sample_tokens": 8}
@@ -209,7 +210,10 @@ def test_who_gives_up_in_the_handshake_does_not_hold_up_the_next(
             with pytest.raises(CacheRankLostError):
                 connection.open_connection(timeout_s=2)
         connection.adopt(connection.open_connection(timeout_s=15))
-        connection.resume(())
+        with monkeypatch.context() as patched:
+            # An engine that indexes its keys anew takes its time, and the scheduler has its turns.
+            patched.setattr(SharedConnection, "wait", give_up)
+            connection.resume(())
         assert all(part.await_finish(part.step) for part in connection.parts)
         connection.confirm(connection.step)
         check_same(played.run(), want)

@@ -286,9 +286,12 @@ def test_probes_ask_routes_that_exist(placement: str) -> None:
     server = pod(placement)["containers"][0]
     routes = (ROOT / "inference_rank" / "sglang" / "http_routes.py").read_text(encoding="utf-8")
     assert f'"{server["readinessProbe"]["httpGet"]["path"]}"' in routes
-    assert server["livenessProbe"]["httpGet"]["path"] == "/health"  # SGLang's
+    # `serve` starts again what ends or hangs, and a probe would end what is being loaded.
+    assert ("livenessProbe" in server) == (server["args"][0] != "serve")
+    if "livenessProbe" in server:
+        assert server["livenessProbe"]["httpGet"]["path"] == "/health"  # SGLang's
     ports = {port["name"]: port["containerPort"] for port in server["ports"]}
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+    for probe in {"startupProbe", "livenessProbe", "readinessProbe"} & set(server):
         assert server[probe]["httpGet"]["port"] in ports
     assert ports["http"] == 30000
 
@@ -322,6 +325,21 @@ def test_who_stops_the_server_waits_for_its_drain() -> None:
     assert "drain_timeout_s" not in settings.model_fields_set
 
 
+def test_what_compilers_write_has_room() -> None:
+    """SGLang's TMPDIR is in the run directory; ten compilers at a time write 30 MiB each there."""
+    for name in PODS:
+        if "two-nodes" in name:
+            continue  # no GPU, so nothing is compiled
+        run = next(item for item in pod(name)["volumes"] if item["name"] == "run")
+        assert run["emptyDir"]["sizeLimit"] == "2Gi"
+    assert COMPOSE["volumes"]["run"]["driver_opts"]["o"].startswith("size=2g,")
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_a_pod_that_was_never_ready_is_replaced(name: str) -> None:
+    assert stateful_set(name)["spec"]["podManagementPolicy"] == "Parallel"
+
+
 def test_compose_publishes_on_loopback_and_runs_without_rights() -> None:
     for service in COMPOSE["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
@@ -329,7 +347,7 @@ def test_compose_publishes_on_loopback_and_runs_without_rights() -> None:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["profiles"]  # nothing starts unasked: both want the same port
-        assert service["restart"] == "on-failure"
+        assert service["restart"] == "unless-stopped"  # Docker ends it well before a reboot
     assert any(f"uid={UID}" in item for item in COMPOSE["services"]["in-process"]["tmpfs"])
 
 

@@ -59,7 +59,7 @@ def test_the_settings_lead_to_the_cache_ranks_service() -> None:
     ports = {item["name"]: item["containerPort"] for item in _rank(CACHE_RANK_POD)["ports"]}
     assert address.port == port["port"] == ports[port["targetPort"]]
     assert f"--address=tcp://$(POD_IP):{address.port}" in _rank(CACHE_RANK_POD)["args"]
-    variables = {item["name"]: item["valueFrom"] for item in _rank(CACHE_RANK_POD)["env"]}
+    variables = {item["name"]: item.get("valueFrom") for item in _rank(CACHE_RANK_POD)["env"]}
     assert variables["POD_IP"]["fieldRef"]["fieldPath"] == "status.podIP"
     assert "--rank=$(POD_INDEX)" in _rank(CACHE_RANK_POD)["args"]
     assert variables["POD_INDEX"]["fieldRef"]["fieldPath"].endswith("/pod-index']")
@@ -165,6 +165,9 @@ def test_probes_and_patience_agree_with_the_code() -> None:
     probe = inference["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= settings.start_timeout_s
     assert "livenessProbe" not in cache_rank, "it would lose the K/V"
+    for rank in (inference, cache_rank):
+        threads = {item["name"]: item.get("value") for item in rank["env"]}["OMP_NUM_THREADS"]
+        assert 1 < int(threads) < int(rank["resources"]["requests"]["cpu"])
     for kind in ("startupProbe", "readinessProbe"):
         run_dir = next(word for word in cache_rank["args"] if word.startswith("--run-dir="))
         assert cache_rank[kind]["exec"]["command"] == ["tandemkv", "alive", "cache-rank", run_dir]

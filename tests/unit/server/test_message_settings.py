@@ -79,13 +79,15 @@ def test_addresses_that_may_come_are_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    monkeypatch.setattr(message_launch, "run_far_rank", lambda *given: found.append(given))
+    monkeypatch.setattr(
+        message_launch, "run_far_rank", lambda *given, verbose: found.append((*given, verbose))
+    )
     words = ["cache-rank", "--model", "smollm2", "--run-dir", str(tmp_path), "--address", _ADDRESS]
-    for more in ([], ["--allow", "10.0.0.1,10.0.0.3", "--rank", "1"]):
+    for more in ([], ["--allow", "10.0.0.1,10.0.0.3", "--rank", "1", "--verbose"]):
         assert CliRunner().invoke(app, [*words, *more]).exit_code == 0
-    assert [(*given[2:4], given[5]) for given in found] == [
-        (_ADDRESS, [], 0),
-        (_ADDRESS, ["10.0.0.1", "10.0.0.3"], 1),
+    assert [(*given[2:4], *given[5:]) for given in found] == [
+        (_ADDRESS, [], 0, False),
+        (_ADDRESS, ["10.0.0.1", "10.0.0.3"], 1, True),
     ]
 
 
