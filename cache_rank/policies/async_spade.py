@@ -63,6 +63,8 @@ class AsyncSpadePolicy(WindowedPolicy):
       least recently used tokens first, instead of the whole set. With ``resident_factor`` above 1
       the set holds more than one selection.
     - While a request has fewer than W + 1 queries, the sizes that there are get averaged.
+    - In the first step behind a prompt the set has what its last queries attend to; a prediction
+      is used from the step after. Layers 0 and 1 are dense by default (``exact_layers``).
 
     References
     ----------

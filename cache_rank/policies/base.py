@@ -390,3 +390,15 @@ class UnselectivePolicy(Policy):
         Always raises `PolicyError`.
         """
         raise PolicyError(f"{type(self).__name__} selects nothing (layer={request.layer})")
+
+
+def check_seed_queries(name: str, wanted: int, selection: SelectionSettings) -> None:
+    """Refuse an option of more prompt queries than are handed over.
+
+    Raises `PolicyError`.
+    """
+    if wanted > selection.seed_window:
+        raise PolicyError(
+            f"{name}={wanted}: the last {selection.seed_window} queries of a prompt are handed "
+            "over; take as many at most, or give selection.seed_window in the settings file"
+        )

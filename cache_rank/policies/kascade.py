@@ -39,7 +39,8 @@ class KascadePolicy(ScoringPolicy):
     the distributions over the group (post-softmax pooling, section 3.4). A reuse layer hands over
     nothing and is not scanned: each of its heads takes the positions of one head of its anchor
     (many to one, section 3.5). Layer 0 is dense through `exact_layers`; as an anchor it selects
-    with its query all the same.
+    with its query all the same. By default layer 1 is dense as well: ``exact_layers=0`` is the
+    paper's.
 
     Notes
     -----
@@ -47,7 +48,8 @@ class KascadePolicy(ScoringPolicy):
 
     - ``K = min(max(0.1 L, 128), L)`` is the option ``fraction`` = 0.1, with
       `budget_tokens` as its cap; by default K is `budget_tokens`, so that policies compare at
-      equal numbers of tokens.
+      equal numbers of tokens. A smaller selection is fetched, and what else is resident stays
+      attended to: `budget_tokens` in all.
     - Candidates exclude sink and recent tokens, which are attended to anyway; the softmaxes
       that are pooled are over the candidates, the paper's over the whole context.
     - Positions enter a resident set that holds ``resident_factor`` selections (LRU); with

@@ -15,7 +15,15 @@ from pydantic import Field
 from tandemkv.cache_rank.protocol.messages import Timing
 
 from .attending import Attended, AttendingPolicy, AttendInput
-from .base import Owner, PolicyCapabilities, PolicyContext, PolicyError, PolicyOptions, SeedInput
+from .base import (
+    Owner,
+    PolicyCapabilities,
+    PolicyContext,
+    PolicyError,
+    PolicyOptions,
+    SeedInput,
+    check_seed_queries,
+)
 from .lfps_state import LfpsState
 
 if TYPE_CHECKING:
@@ -71,12 +79,14 @@ class LfpsPolicy(AttendingPolicy):
       positions that would have been candidates in its step.
     - A KV head has one pair of tables and one candidate set; weights are means over the
       group's query heads that are not bypassed. The paper speaks of heads only.
+    - Fewer rows than s fill the tables where a prompt's last chunk has fewer tokens that are new:
+      a prefix that SGLang's cache has, or a short turn of a conversation, brings no queries.
     - The slash table is kept by distance, so that a step reads the score of a position's own
       distance. As printed, Eq. 7 reads the table before Eq. 10 shifts it: one position off.
     - Bypass: the local part (sink, recent) is exact; the rest returns the mean value, weighted
-      with ``w_global``: "sink plus mean of the rest", with the least error in Figure 2c. The sink's
-      value alone (``bypass=sink``) and, as Algorithm 1 prints, the mean value alone (``mean``) are
-      options. A KV head is skipped (and its tables left alone) if all its query heads are bypassed.
+      with ``w_global``: "sink plus mean of the rest", with the least error in Figure 2c. Nothing
+      of the rest (``bypass=sink``: what is local alone) and, as Algorithm 1 prints, the mean value
+      alone (``mean``) are options. A KV head is skipped (and its tables left alone) if all its query heads are bypassed.
     - ``w_sink`` covers all `num_sink_tokens`. Mean key and value go on to include the tokens that
       leave the ring; sigma stays that of the last prompt row.
     - If all entries of a table are equal their kurtosis is taken as 1/n, its least value. If there
@@ -98,6 +108,7 @@ class LfpsPolicy(AttendingPolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
+        check_seed_queries("lfps.rows", self.options.rows, context.selection)
         self._step = _load_kernel()
         self._states: dict[Owner, dict[int, LfpsState]] = {}
         self._num_threads = policy_threads()

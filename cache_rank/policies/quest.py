@@ -44,7 +44,7 @@ class QuestPolicy(Policy):
       one query head per KV head.
     - Sink and recent tokens are attended to anyhow and belong to no page.
     - The last page that enters the budget is cut, where it does not fit as a whole.
-    - What is chosen enters a resident set (LRU) that holds more than one choice.
+    - What is chosen enters a resident set (LRU) that holds ``resident_factor`` choices.
     - The paper leaves the first two layers dense: ``exact_layers``, whose default these are.
 
     References

@@ -22,6 +22,7 @@ from .base import (
     Selection,
     SelectionInput,
     StoredKV,
+    check_seed_queries,
 )
 from .sfi_selector import exclude_across_heads, fuse, power_mean_evidence, prior, soft_nms
 
@@ -79,13 +80,13 @@ class SFIOptions(PolicyOptions):
 class SFIPolicy(Policy):
     """Select in slow steps, with their true query, by SFI's closed-form Selector (Algorithm 2).
 
-    A slow step is an exact step in every layer: the query goes to the cache rank, which returns
-    output and log-sum-exp over all that it holds, and makes the selection that the steps after
-    it use. A fast step exchanges nothing but the new K/V. A step is slow when the token that it
-    takes in ends a sentence (Eq. 5), ``max_interval`` (T_max, 64) steps after the last
-    slow one, and when it is the first sparse step of a request. The inference rank decides, for it
-    knows the tokens. It reads them from the device before the pass: with SGLang's overlap
-    scheduler (off on CPU) that waits for them, and stays exact.
+    A slow step is an exact step in every layer: the request attends to everything, where its K/V
+    are, and its true query makes the selection that the steps after it use. A fast step exchanges
+    nothing but the new K/V. A step is slow when the token that it takes in ends a sentence (Eq. 5),
+    ``max_interval`` (T_max, 64) steps after the last slow one, and when it is the first sparse step
+    of a request. The inference rank decides, for it knows the tokens. It reads them from the device
+    before the pass: with SGLang's overlap scheduler (off on CPU) that waits for them, and stays
+    exact.
 
     Notes
     -----
@@ -105,8 +106,9 @@ class SFIPolicy(Policy):
     - Cross-head exclusivity is over the KV heads of a tensor-parallel rank: of the whole layer
       without ``--tp``. Several cache ranks with a part of them each are refused.
     - J ends where the recent window of the step that uses the selection begins.
-    - What is selected enters a resident set that holds ``resident_factor`` selections (LRU): with
-      the default 2, tokens of the selection before are attended to as well; 1 is the paper's.
+    - What is selected enters a resident set that holds ``resident_factor`` selections (LRU); with
+      more than 1, the paper's and the default, tokens of earlier ones are attended to as well.
+    - Layers 0 and 1 are dense by default (``exact_layers``).
     - With ``pool_before``, which the paper does not have, log-scores are pooled over
       positions last of all, after Soft-NMS has told neighbours apart.
     - Selections are shipped whole (``fetch_cap`` = K), after the slow step, for the next one.
@@ -126,6 +128,7 @@ class SFIPolicy(Policy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
+        check_seed_queries("sfi.window", self.options.window, context.selection)
         if context.selection.pooling != "softmax_mean":
             raise PolicyError(
                 f"pooling={context.selection.pooling}: policy=sfi needs distributions as evidence; "

@@ -49,10 +49,9 @@ class SyncKVOptions(PolicyOptions):
 class SyncKVPolicy(Policy):
     """Every ``stride`` steps, let the representative heads choose for their clusters.
 
-    In an anticipation step the representative heads take the exact step: their queries go to the
-    cache rank, which attends for them over everything and selects with the same scores; the
-    other heads attend to what is resident. In the suspension steps in between nothing is sent but
-    the new K/V, and every head attends to the static and the dynamic set of its cluster.
+    In an anticipation step the request attends to everything, and the queries of the
+    representative heads select. In the suspension steps in between nothing is sent but the new K/V,
+    and every head attends to the static and the dynamic set of its cluster.
 
     K is split (Eq. 4): ``static`` of it is chosen once, from the last prompt query of the
     representative head (Eq. 3), and stays; the rest is chosen anew in each anticipation (Eq. 6).
@@ -60,8 +59,8 @@ class SyncKVPolicy(Policy):
     Notes
     -----
     Where K/V lie: the paper moves those of non-representative heads to pinned host memory. Here all
-    K/V are on the cache rank and only the selected rows, of every head, on the inference rank; a
-    cache rank on CPU *is* host memory (``pin_memory`` only helps a GPU that copies from it).
+    K/V are in the pool, in SGLang's process or on the cache rank's GPU, and only the selected rows,
+    of every head, in the resident set.
 
     Deviations from the paper, each an option or stated:
 
@@ -73,6 +72,7 @@ class SyncKVPolicy(Policy):
       slow request is one list of slots. Selections are made as above.
     - The dynamic set leaves out what is static, so that both make K; sink and recent tokens,
       which are attended to anyway, are no candidates.
+    - Layers 0 and 1 are dense by default (``exact_layers``).
     - The first sparse step of a request is an anticipation, whatever the stride. If the request
       became sparse while decoding, its static set is chosen there.
     - Scores of a group are the mean of the softmaxes of its query heads (``pooling``). With

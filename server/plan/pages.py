@@ -26,9 +26,9 @@ def on_device(selection: SelectionSettings, device: str) -> SelectionSettings:
 
     Neither is touched if another index is asked for, or fewer recent tokens than any page has;
     recent tokens are not if the budget has no room for more of them. A policy that attends has no
-    index.
+    index, and one with slow steps selects by the keys that such a step attends to.
     """
-    if device != "cuda" or selection.declared.attends:
+    if device != "cuda" or selection.declared.attends or selection.declared.has_slow_steps:
         return selection
     has_index = "index_dtype" in selection.model_fields_set
     if has_index and selection.index_dtype != "int4":

@@ -199,7 +199,9 @@ class Container:
         }
 
     def _environ(self) -> dict[str, str]:
-        return environment() | self._given() | {"TMPDIR": str(self._temporary)}
+        # Threads are for the cores that a container asks for, which are not here.
+        here = {"TMPDIR": str(self._temporary), "OMP_NUM_THREADS": "1"}
+        return environment() | self._given() | here
 
 
 def await_ready(server: Server, *containers: Container) -> None:

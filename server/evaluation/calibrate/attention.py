@@ -62,10 +62,14 @@ class AttentionRecorder:
         self._network = load_network(model_dir, dtype, attn_implementation="eager")
         self._model, self._pool = model, pool
         self._stream = torch.empty(0)
+        self._attended: torch.Tensor | None = None
         self._found = TextAttention()
         for layer in self._network.model.layers:
             layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
             layer.self_attn.register_forward_hook(self._after_attention)
+            for name, part in layer.named_children():
+                if name != "self_attn":
+                    part.register_forward_pre_hook(self._before_part)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> TextAttention:
@@ -78,9 +82,18 @@ class AttentionRecorder:
         self._stream = stream_before(args, kwargs)
 
     def _after_attention(self, _: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        added, weights = output[:2]
+        self._attended, weights = output[:2]
         grouped = weights[0].float().unflatten(0, (self._model.num_kv_heads, -1))
         self._found.weights.append(self._pool(grouped))
-        before, after = self._stream.float(), (self._stream + added).float()
+
+    def _before_part(self, _: Any, args: tuple[torch.Tensor, ...]) -> None:
+        """Take the stream behind attention from the first part of the layer that is given it.
+
+        What attention returned may have a norm or a factor of its own before it is added.
+        """
+        if self._attended is None or args[0] is self._attended:
+            return
+        self._attended = None
+        before, after = self._stream.float(), args[0].float()
         cosine = torch.cosine_similarity(before, after, dim=-1).mean()
         self._found.importance.append(1.0 - float(cosine))

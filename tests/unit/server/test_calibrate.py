@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_calibrated import make_tiny_model
+from tiny_models import write_model
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.calibration.format import CalibrationError, read_calibration
@@ -232,6 +233,36 @@ def test_a_model_with_linear_attention_is_refused(tmp_path: Path) -> None:
         message = f"3 of 4 are linear attention; use `tandemkv serve` {instead}"
         with pytest.raises(CalibrationError, match=message):
             measure(tmp_path, request, Console())
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("qwen3", "post_attention_layernorm"),
+        ("granite", "post_attention_layernorm"),  # a factor
+        ("phi-4", "post_attention_layernorm"),  # dropout
+        ("olmo2", "mlp"),  # a norm of what attention returned
+        ("glm4", "post_attention_layernorm"),
+        ("gemma3", "pre_feedforward_layernorm"),
+    ],
+)
+def test_importance_is_of_the_stream_that_attention_left(
+    name: str, given: str, tmp_path: Path
+) -> None:
+    write_model(name, tmp_path)
+    spec = read_model_spec(tmp_path, dtype="float32")
+    recorder = AttentionRecorder(tmp_path, spec, dtype="float32", pool=mean_of_group)
+    streams: list[torch.Tensor] = []
+    for layer in recorder._network.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+        layer.get_submodule(given).register_forward_pre_hook(
+            lambda _, args: streams.append(args[0])
+        )
+    found = recorder.read(range(1, 20)).importance
+    pairs = zip(streams[::2], streams[1::2], strict=True)
+    want = [1.0 - float(torch.cosine_similarity(a, b, dim=-1).mean()) for a, b in pairs]
+    assert found == pytest.approx(want, abs=1e-6)
+    assert len(found) == len(recorder._network.model.layers)
 
 
 @pytest.mark.parametrize("policy", ["kascade", "sync_kv"])

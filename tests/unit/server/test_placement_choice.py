@@ -357,6 +357,9 @@ def test_a_gpu_scans_int4_unless_told_otherwise(tmp_path: Path, gpus: Any) -> No
     short = resolve(tmp_path, selection=plain | {"num_recent_tokens": 32})[0]
     assert short.selection.index_dtype == "native"
     assert resolve(tmp_path, device="cpu", selection=plain)[0].selection.index_dtype == "native"
+    # A slow step attends to the keys themselves, and selects with the same numbers.
+    slow = resolve(tmp_path, selection=plain | {"policy": "sfi"})[0].selection
+    assert (slow.index_dtype, slow.num_recent_tokens) == ("native", 64)
 
 
 @pytest.mark.parametrize(
