@@ -203,7 +203,9 @@ def without_scales(pool: Any) -> None:
 def end_of_reads() -> Any:
     """Return that rows and slots are read until a pass ends: beside it, the engine reads them.
 
-    Asked for from 0.5.18 on; earlier versions know no other end.
+    Asked for from 0.5.18 on. 0.5.17 lets its scheduler write from before a decode graph on: rows of
+    requests that have ended, of which the engine may read another's slots. It selects for nobody
+    then, and the next step waits until it has finished.
     """
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
