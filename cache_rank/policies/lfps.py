@@ -86,7 +86,8 @@ class LfpsPolicy(AttendingPolicy):
     - Bypass: the local part (sink, recent) is exact; the rest returns the mean value, weighted
       with ``w_global``: "sink plus mean of the rest", with the least error in Figure 2c. Nothing
       of the rest (``bypass=sink``: what is local alone) and, as Algorithm 1 prints, the mean value
-      alone (``mean``) are options. A KV head is skipped (and its tables left alone) if all its query heads are bypassed.
+      alone (``mean``) are options. A KV head is skipped (and its tables left alone) if all its
+      query heads are bypassed.
     - ``w_sink`` covers all `num_sink_tokens`. Mean key and value go on to include the tokens that
       leave the ring; sigma stays that of the last prompt row.
     - If all entries of a table are equal their kurtosis is taken as 1/n, its least value. If there
