@@ -44,6 +44,7 @@ from tandemkv.server.launch.cache_rank_launch import (
     want_logs,
 )
 from tandemkv.server.launch.child_process import end_with_parent
+from tandemkv.server.launch.console import LaunchConsole
 from tandemkv.server.launch.launcher import Launcher, LaunchPlan
 from tandemkv.server.launch.supervision import LaunchError
 from tandemkv.server.launch.torchrun_roles import (
@@ -106,7 +107,7 @@ def torchrun(
     forget_torchrun(os.environ)
     settings, said = drain_within(settings, os.environ)
     if has_sglang:
-        console = Console(stderr=True, highlight=False)
+        console = LaunchConsole()
         if said:
             console.print(said, soft_wrap=True)
         keep_sglang(settings, worker, console, verbose=verbose)
@@ -153,7 +154,7 @@ def keep_addressed_cache_rank(
     number = worker.place(settings) - 1
     address = settings.cache_rank_addresses[number]
     check_is_here(address, worker)
-    path, console = worker.cache_rank_dir(settings.run_dir), Console(stderr=True, highlight=False)
+    path, console = worker.cache_rank_dir(settings.run_dir), LaunchConsole()
     run_far_rank(settings, path, address, (), console, rank=number, verbose=verbose)
     raise typer.Exit(1)
 
@@ -170,7 +171,7 @@ def keep_cache_rank(settings: ServeSettings, worker: Worker, *, verbose: bool = 
     run_dir = RunDir.open(path)
     enable_faults("launcher", run_dir.path)
     plan = cache_rank_plan(found, run_dir, worker.place(settings) - 1)
-    Launcher(plan, Console(stderr=True, highlight=False), verbose=verbose).run()
+    Launcher(plan, LaunchConsole(), verbose=verbose).run()
     if not is_over(run_dir):
         raise typer.Exit(1)
 

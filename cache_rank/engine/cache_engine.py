@@ -407,7 +407,8 @@ class CacheEngine:
             num_target=num_target[:batch_size],
             hi=hi[:batch_size],
             lo=0,
-            fetch_cap=selection.fetch_cap_tokens,
+            # A kernel is made for it, and no more than this can be missing.
+            fetch_cap=min(selection.fetch_cap_tokens, selection.num_resident),
             selected_scores=chosen_scores,
             active=active,
             rows=rows,

@@ -188,6 +188,7 @@ def scan(
     # The interpreter multiplies bfloat16 as if its bits were integers.
     multiplied = torch.float32 if _INTERPRETED else rounded
     dim = head_dim // 2 if kind == "int4" else head_dim
+    block_d = max(16, triton.next_power_of_2(dim))  # as wide as a tile is in shared memory
     scan_kernel[(num_reqs * num_splits * num_kv_heads,)](
         q, k_pool, scales, kept, slots, *ranges, out,
         logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
@@ -197,8 +198,8 @@ def scan(
         KIND=kind, POOLING=pooling, HAS_ACTIVE=active is not None,
         HAS_CHANNELS=channels is not None, GROUP=group, PAD_G=pad_g, BLOCK_G=max(8, pad_g),
         PAGE=page_size, BLOCK_N=block_n, BLOCK_P=_BLOCK_PAGES,
-        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        STAGES=_stages(tuning, block_n * dim * k_pool.element_size(), q.device),
+        DIM=dim, BLOCK_D=block_d,
+        STAGES=_stages(tuning, block_n * block_d * k_pool.element_size(), q.device),
         ROUND=_TRITON_DTYPE[rounded], DOT=_TRITON_DTYPE[multiplied],
         USE_ASM=not _INTERPRETED, PRECISION="ieee" if rounded == torch.float32 else "tf32",
         CODED=is_coded, HALVES=halves, num_warps=tuning.warps, maxnreg=tuning.registers,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from tandemkv.server.evaluation.calibrate.command import calibrate
 from tandemkv.server.evaluation.inspect.command import inspect as inspect_command
 from tandemkv.server.evaluation.quality import command as quality_command
 from tandemkv.server.evaluation.request_options import option
+from tandemkv.server.launch.console import LaunchConsole
 from tandemkv.server.plan.command import plan
 from tandemkv.server.settings.flags import (
     DRAIN_FLAGS,
@@ -106,7 +108,17 @@ def serve(
         return
     from tandemkv.server.launch.serve import serve as run_serve
 
-    run_serve(settings, Console(stderr=True, highlight=False), verbose=verbose)
+    run_serve(settings, LaunchConsole(), verbose=verbose)
+
+
+def _address(text: str) -> str:
+    """Return an address of --allow as connections have it."""
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise SettingsError(
+            f"--allow {text}: no IP address; give those of the inference ranks, not names"
+        ) from None
 
 
 @app.command("cache-rank")
@@ -144,8 +156,8 @@ def cache_rank(
     if address is not None:
         from tandemkv.server.launch.message_launch import run_far_rank
 
-        hosts = [host for host in allow.split(",") if host]
-        console = Console(stderr=True, highlight=False)
+        hosts = [_address(host.strip()) for host in allow.split(",") if host.strip()]
+        console = LaunchConsole()
         run_far_rank(settings, run_dirs[0], address, hosts, console, rank, verbose=verbose)
         return
     if settings.cache_rank_address is not None:
@@ -269,7 +281,7 @@ def model_path(
         raise SettingsError(f"name={name}: no such embedded model; there is {EMBEDDED_MODEL}")
     from tandemkv.server.models.embedded_model import embedded_model_dir
 
-    console = Console(stderr=True, highlight=False)
+    console = LaunchConsole()
     with console.status(f"unpacking {name} ...") as shown:
         path = embedded_model_dir(shown.update)
     typer.echo(str(path))

@@ -8,8 +8,9 @@ import importlib
 import importlib.util
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,11 +56,12 @@ def read_corpus(paths: Sequence[Path]) -> Corpus:
             texts[str(path)] = package_source(package)
         elif path.is_dir():
             for file in sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES):
-                texts[str(file.relative_to(path))] = read_text(file)
+                texts[_free(str(file.relative_to(path)), texts)] = read_text(file)
         elif path.suffix == ".json":
-            texts |= _read_json(path)
+            for name, text in _read_json(path).items():
+                texts[_free(name, texts)] = text
         else:
-            texts[path.name] = read_text(path)
+            texts[_free(path.name, texts)] = read_text(path)
     texts = {name: text for name, text in texts.items() if text.strip()}
     if not texts:
         named = ", ".join(map(str, paths))
@@ -68,6 +70,12 @@ def read_corpus(paths: Sequence[Path]) -> Corpus:
             f"{' '.join(SUFFIXES)}, or a JSON object of name to text"
         )
     return Corpus(texts)
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    """Return `name`, with a number if another text has it: two folders may have one of a name."""
+    names = chain([name], (f"{name} ({number})" for number in count(2)))
+    return next(each for each in names if each not in taken)
 
 
 def built_in_corpus() -> Corpus:
@@ -120,7 +128,9 @@ def cut_texts(
     Texts are taken evenly over the whole corpus, the same ones each time. Raises `SettingsError` if
     a file cannot be read as UTF-8, or there is no text of that length.
     """
-    corpus = {path.name: read_text(path) for path in files}
+    corpus: dict[str, str] = {}
+    for path in files:
+        corpus[_free(path.name, corpus)] = read_text(path)
     if not files:
         name = f"pydoc_data.topics of Python {platform.python_version()} (PSF-2.0)"
         corpus = {name: language_reference()}

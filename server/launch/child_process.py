@@ -68,6 +68,7 @@ class ChildProcess:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self._popen: subprocess.Popen[bytes] | None = None
+        self._is_reaped = False
         self._writer: subprocess.Popen[bytes] | None = None
         self._output = -1
         self._echoed = 0
@@ -93,6 +94,7 @@ class ChildProcess:
         self._output, writing_end = os.pipe2(os.O_CLOEXEC)
         try:
             self._start_writer()
+            self._is_reaped = False
             self._popen = subprocess.Popen(
                 self.spec.argv,
                 env=dict(self.spec.env),
@@ -177,11 +179,12 @@ class ChildProcess:
 
     def kill_group(self) -> None:
         """SIGKILL whatever is left of the process group, and reap the child."""
-        if self._popen is None:
+        if self._popen is None or self._is_reaped:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
+        self._is_reaped = True  # its number may be given to another group from now on
         self._await_writer()
         if self._output >= 0:
             os.close(self._output)

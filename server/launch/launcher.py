@@ -63,8 +63,9 @@ class LaunchPlan:
     `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
     `before_sglang` is called before each start of SGLang.
     `start_report` is asked once the server is ready, and printed.
-    `clean_up` gets whether the logs are to be kept, which they are after a failure; `watched` are
-    the patterns of paths that are removed if the launcher is killed outright.
+    `clean_up` gets whether the logs are to be kept, which they are after a failure; `lock` is the
+    run directory's (`serve.lock_run_dir`), if it has one; `watched` are the patterns of paths that
+    are removed if the launcher is killed outright.
     """
 
     cache_ranks: tuple[CacheRankLaunch, ...] = ()
@@ -83,6 +84,7 @@ class LaunchPlan:
     before_sglang: Callable[[], None] = lambda: None
     holder: Callable[[], AbstractContextManager[object]] = nullcontext
     watched: tuple[str, ...] = ()
+    lock: int | None = None
     start_report: Callable[[], RenderableType | None] = lambda: None
 
 
@@ -107,7 +109,7 @@ class Launcher:
 
     def __init__(self, plan: LaunchPlan, console: Console, *, verbose: bool = False) -> None:
         self._plan, self._held = plan, ExitStack()
-        self._watchdog = Watchdog(plan.watched)
+        self._watchdog = Watchdog(plan.watched, lock=plan.lock)
         self._console = console
         self._verbose = verbose
         self._sglang = self._supervised(
@@ -158,7 +160,7 @@ class Launcher:
                 self._serve()
             except _StopRequestedError:
                 pass
-            except LaunchError:
+            except BaseException:
                 keep_logs = True
                 raise
             finally:

@@ -52,6 +52,7 @@ from .cache_rank_launch import (
 from .child_process import ChildSpec
 from .launcher import CacheRankLaunch, Launcher, LaunchPlan
 from .sglang_command import cache_rank_argv, cache_rank_env
+from .supervision import LaunchError
 
 _LOOPBACK, _SEEN_GPUS = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
 _PUMP_ENV = {"CUDA_MPS_CLIENT_PRIORITY": "0"}
@@ -179,8 +180,7 @@ def run_far_rank(
     )  # fmt: skip
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(alone), encoding="utf-8")
-    stop, run = threading.Event(), FarPump(run_dir, ours, door, rank, homes).run
-    pump = threading.Thread(target=run, args=(stop,), name="far pump")
+    pump = _PumpThread(FarPump(run_dir, ours, door, rank, homes))
     plan = LaunchPlan(
         # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
         # one host.
@@ -193,11 +193,13 @@ def run_far_rank(
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         # Whoever starts us again after SIGKILL may be in a directory that was given by then.
         watched=(*run_dir.made, glob.escape(str(run_dir.path))) if is_ours else (),
-        holder=lambda: _serving(pump, stop),
+        holder=pump.serving,
         is_over=lambda: not pump.is_alive(),  # it ended by itself, and the K/V went with it
         banner=f"cache rank at {door.address}",
     )
     Launcher(plan, console, verbose=verbose).run()
+    if pump.error is not None:
+        raise LaunchError(f"the pump ended, and the K/V with it: {pump.error}") from pump.error
 
 
 @contextlib.contextmanager
@@ -228,15 +230,31 @@ def _resolve_far(
     return settings, model_dir, device
 
 
-@contextlib.contextmanager
-def _serving(pump: threading.Thread, stop: threading.Event) -> Iterator[None]:
-    """Have a pump serve in a thread, as long as the launch lives; the memory ends with it."""
-    pump.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        pump.join()
+class _PumpThread(threading.Thread):
+    """A pump that serves as long as the launch lives; the memory ends with it."""
+
+    def __init__(self, pump: FarPump) -> None:
+        super().__init__(name="far pump")
+        self._pump, self._stop_asked = pump, threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Serve until asked to stop."""
+        try:
+            self._pump.run(self._stop_asked)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Run it during the body."""
+        self.start()
+        try:
+            yield
+        finally:
+            self._stop_asked.set()
+            self.join()
 
 
 def _keys(settings: ServeSettings) -> Path:

@@ -79,10 +79,11 @@ def _processes() -> list[Path]:
 class Watchdog:
     """The launcher's side: tells the watchdog process which groups to end.
 
-    `patterns` are absolute paths, with wildcards, of what is removed if we die.
+    `patterns` are absolute paths, with wildcards, of what is removed if we die; the descriptor
+    `lock` is kept until that is done.
     """
 
-    def __init__(self, patterns: Sequence[str] = ()) -> None:
+    def __init__(self, patterns: Sequence[str] = (), *, lock: int | None = None) -> None:
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *patterns],
             stdin=subprocess.PIPE,
@@ -90,6 +91,7 @@ class Watchdog:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             text=True,
+            pass_fds=() if lock is None else (lock,),
         )
 
     def watch(self, group: int) -> None:

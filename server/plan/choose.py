@@ -115,7 +115,9 @@ def largest_fitting(
     """
 
     def overflows(number: int) -> bool:
-        changes: dict[str, Any] = {field: number, "capacity_tokens": None}
+        changes: dict[str, Any] = {"capacity_tokens": None, field: number}
+        if field == "context_tokens" and load.max_context is not None:
+            changes["max_context"] = number
         return not _fits(memory_of(placement, shape, replace(load, **changes)), gpu_bytes)
 
     return bisect_left(range(1, getattr(load, field) + 1), True, key=overflows)
@@ -138,6 +140,8 @@ def break_even_tokens(
         times = [predict_step(x, shape, trial, cost).tpot_ms for x in (dense, own)]
         return times[1] < times[0]
 
+    if load.context_tokens <= load.attended_tokens:
+        return load.context_tokens
     least = load.attended_tokens // 256 * 256
     longer = range(least + 256, load.context_tokens + 1, 256)
     return least + 256 * bisect_left(longer, True, key=is_own_faster)
@@ -155,8 +159,9 @@ def break_even_batch_tokens(
     found = []
     for size in (1 << n for n in range(load.concurrency.bit_length())):
         trial = replace(load, concurrency=size, context_tokens=load.total_tokens // size)
-        found.append(size * break_even_tokens(shape, trial, tp_size, cost))
-    return min(found)
+        if trial.context_tokens > trial.attended_tokens:  # else all do, whatever the limit is
+            found.append(size * break_even_tokens(shape, trial, tp_size, cost))
+    return min(found, default=load.total_tokens)
 
 
 def _plan(
@@ -186,6 +191,12 @@ def _overflow(
     )
     concurrency = largest_fitting(placement, shape, load, "concurrency", gpu_bytes=gpu_bytes)
     context = largest_fitting(placement, shape, load, "context_tokens", gpu_bytes=gpu_bytes)
+    if load.capacity_tokens is not None and concurrency == load.concurrency:
+        return (
+            f"{load.total_tokens} tokens of KV do not fit {placement.title}: {roles}, of "
+            f"{usable / GIB:.1f} GiB usable; {load.concurrency} requests of {load.context_tokens} "
+            f"tokens would, with --cache-tokens {load.concurrency * load.context_tokens}"
+        )
     advice = [f"{concurrency} requests of this length would fit"] if concurrency else []
     if not advice and context < 1024:
         alone = largest_fitting(

@@ -32,7 +32,7 @@ from .pages import on_device
 from .placement import Placement, PlacementKind, possible_placements
 from .shape import BUILT_IN_SHAPES, ModelShape, find_shape
 from .view import plan_json, plan_view, profile_view
-from .workload import Workload
+from .workload import DEFAULT_CHUNK_TOKENS, Workload
 
 _MOST_TOKENS, _H200_GIB = 1 << 30, 139
 _TOO_LONG = (
@@ -116,7 +116,7 @@ def plan(
             hidden=True,
             **_NUMBER,
         ),
-    ] = 8192,
+    ] = DEFAULT_CHUNK_TOKENS,
     dtype: Annotated[
         str, option(r"Weights and K/V. \[bfloat16, float16 or float32]", metavar="CHOICE")
     ] = ("bfloat16"),
@@ -290,6 +290,8 @@ def _command(model: str, placement: Placement, load: Workload, flags: dict[str, 
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
     words += ["--cache-tokens", str(load.total_tokens)]
     words += ["--max-context", str(load.context_tokens)]
+    if load.chunk_tokens != DEFAULT_CHUNK_TOKENS:
+        words += ["--chunked-prefill-size", str(load.chunk_tokens)]
     for key, (value, source) in flags.items():
         if key in ("model", *_PLACED):
             continue

@@ -165,11 +165,12 @@ def predict_step(
     per_request = cost.request_layer_us if tp_size == 1 else cost.tp_request_layer_us
     weights_us = shape.step_weight_bytes(batch) / tp_size / cost.weight_bandwidth * 1e6
     overhead_us = layers * (cost.layer_overhead_us + batch * per_request)
-    dense_us = attention_us(shape, batch, load.context_tokens, tp_size, cost)
+    shards = min(tp_size, shape.num_kv_heads)  # more GPUs have the same heads again
+    dense_us = attention_us(shape, batch, load.context_tokens, shards, cost)
     full = shape.num_full_layers
     window_tokens = min(load.context_tokens, shape.window)
     windows = len(shape.windowed_layers)
-    others_us = windows * attention_us(shape, batch, window_tokens, tp_size, cost)
+    others_us = windows * attention_us(shape, batch, window_tokens, shards, cost)
     others_us += states_us(shape, batch, tp_size, cost)
     if placement.kind is PlacementKind.DENSE or not load.is_sparse:
         return StepTime(
@@ -179,10 +180,11 @@ def predict_step(
         )
     overhead_us += full * batch * cost.sparse_request_us
     exact = min(len(set(load.exact_layers) - set(shape.other_layers)), full)
+    exact = full if load.all_exact else exact
     sparse = full - exact
     set_tokens = min(load.context_tokens, load.set_tokens)
-    resident_us = attention_us(shape, batch, set_tokens, tp_size, cost)
-    beside_us = samples_us(shape, load, tp_size, cost)
+    resident_us = attention_us(shape, batch, set_tokens, shards, cost)
+    beside_us = samples_us(shape, load, shards, cost)
     resident_us += beside_us - cost.samples_overlap * min(resident_us, beside_us)
     model_us = (weights_us + overhead_us) / layers + resident_us
     # What follows an anchor takes its rows and no more.
@@ -217,11 +219,12 @@ def _own_selection(
     `scanned` is the share of the layers whose keys are scanned.
     """
     rest_us = (1 - scanned) * gather_us(load, cost)
-    whole_us = selection_us(shape, load, placement.tp_size, cost, load.own_predictor_dtype)
+    shards = min(placement.tp_size, shape.num_kv_heads)
+    whole_us = selection_us(shape, load, shards, cost, load.own_predictor_dtype)
     select_us = scanned * whole_us + rest_us
     if load.waits:
         return select_us, select_us - rest_us * cost.in_process_overlap
-    scanned_us = scanned * (scan_us(shape, load, placement.tp_size, cost) - cost.scan_fixed_us)
+    scanned_us = scanned * (scan_us(shape, load, shards, cost) - cost.scan_fixed_us)
     exposed_us = scanned_us * (1 - cost.scan_overlap)
     return select_us, exposed_us + (select_us - scanned_us) * (1 - cost.in_process_overlap)
 

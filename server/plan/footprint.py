@@ -93,12 +93,13 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
         "activations": activation_bytes(shape, load, tp_size),
         "runtime": RUNTIME_BYTES,
     }
+    shards = min(tp_size, shape.num_kv_heads)  # more GPUs have the same heads again
     if placement.kind is PlacementKind.DENSE:
-        return PlacementMemory(inference=Footprint(kv=_shard(kv, tp_size), **model))
+        return PlacementMemory(inference=Footprint(kv=_shard(kv, shards), **model))
     # In one process samples stay where the pool has them.
     is_own = placement.kind is not PlacementKind.IN_PROCESS
     rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
-    resident = _shard(rows * shape.num_full_layers * shape.kv_layer_token_bytes, tp_size)
+    resident = _shard(rows * shape.num_full_layers * shape.kv_layer_token_bytes, shards)
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
     # To predict queries W_q is held once more: dequantised, without gates, or of a file.
     is_other = shape.is_quantised or shape.gates_heads or load.is_fitted
@@ -109,10 +110,10 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
         model["predictor"] = _shard(copy, tp_size)
         return PlacementMemory(
             inference=Footprint(
-                kv=_shard(kv, tp_size),
-                key_index=_shard(index, tp_size),
+                kv=_shard(kv, shards),
+                key_index=_shard(index, shards),
                 resident_set=resident,
-                selection_scratch=_shard(scratch, tp_size),
+                selection_scratch=_shard(scratch, shards),
                 **model,
             )
         )
@@ -125,7 +126,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
 
     return PlacementMemory(
         inference=Footprint(
-            resident_set=resident, staging=_shard(prefix_bytes(shape, load), tp_size), **model
+            resident_set=resident, staging=_shard(prefix_bytes(shape, load), shards), **model
         ),
         cache=Footprint(
             predictor=heads(shape.predictor_copy_bytes(load.predictor_dtype)),
@@ -168,7 +169,9 @@ def scratch_bytes(shape: ModelShape, load: Workload) -> int:
     if not load.selects:
         return 0
     group = max(2, 1 << (shape.num_qo_heads // shape.num_kv_heads - 1).bit_length())
-    tokens = load.concurrency * load.context_tokens * shape.num_kv_heads
+    # As wide as SGLang's request table, whatever there is room for.
+    width = load.max_context or load.context_tokens
+    tokens = load.concurrency * width * shape.num_kv_heads
     return NUM_LANES * (tokens * (2 * group + 2 * 4 * group // 16) + tokens // 4)
 
 

@@ -32,7 +32,7 @@ from .placement import Placement as GpuPlacement
 from .placement import PlacementKind, possible_placements
 from .shape import ModelShape, shape_of_model
 from .states import with_states
-from .workload import Workload
+from .workload import DEFAULT_CHUNK_TOKENS, Workload
 
 _OF_ALL_NODES = (
     "all nodes decide the same, so no profile of a machine is used; what the network adds to each "
@@ -130,6 +130,10 @@ def resolve_alone(
     return _with_dense_tokens(settings, spec, model_dir, lambda _: None, device=device)
 
 
+MOST_RESIDENT = 32767
+"""Of `kernels.triton_ops.mirror`, in whose kernel two counts of slots share 32 bits."""
+
+
 def check_runs_on(settings: ServeSettings, device: str) -> None:
     """Refuse a policy that cannot be served with a model on `device`; see `check_device`.
 
@@ -138,6 +142,13 @@ def check_runs_on(settings: ServeSettings, device: str) -> None:
     selection, link = settings.selection, settings.wished_link
     if device == "cpu" or not selection.declared.attends:
         check_device(find_policy(selection.policy), selection.policy, device)
+        if device == "cuda" and selection.num_resident > MOST_RESIDENT:
+            raise SettingsError(
+                f"budget_tokens={selection.budget_tokens}, resident_factor="
+                f"{selection.resident_factor:g}: {selection.num_resident} tokens would be resident "
+                f"for a KV head, and kernels on GPUs keep books of {MOST_RESIDENT} at most; use a "
+                "smaller --budget-tokens or --resident-factor"
+            )
         return
     check_device(find_policy(selection.policy), selection.policy, "cpu")
     if link in ("local", "message"):
@@ -319,6 +330,7 @@ def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:
         concurrency=concurrency,
         capacity_tokens=capacity,
         max_context=spec.max_context,
+        chunk_tokens=settings.chunked_prefill_size or DEFAULT_CHUNK_TOKENS,
     )
 
 

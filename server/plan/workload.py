@@ -16,6 +16,8 @@ from .pages import page_tokens
 from .shape import ModelShape
 
 INDEX_DTYPES = ("native", "int8", "int4")
+DEFAULT_CHUNK_TOKENS = 8192
+"""Prompt tokens of a pass, where nothing else is asked for."""
 CALIBRATED_ANCHORS = 5
 """Anchor layers of a calibration where nothing else is asked for, and of those that are shipped."""
 
@@ -27,15 +29,15 @@ class Workload:
     `capacity_tokens` is the KV of all requests together; without it,
     ``context_tokens * concurrency``. `exact_layers` attend to everything. Of the others
     those are scanned that follow no earlier one of `anchors` (`()`: as many as calibrations have;
-    None: nobody follows). `waits` says that a scanned layer selects with its own query, which
-    nothing hides. Between two GPUs `num_late` first layers are selected for in the step
-    before, and the copy of W_q has `predictor_dtype`, ``native`` or ``int8``. In the inference
-    rank's own GPU `own_predictor_dtype` is ``native``, the model's W_q, or an ``int8`` copy;
-    An index has `index_channels` of each key, all by default;
-    `is_fitted`: projections of a file are held in place of either.
-    `predicts` says that queries are predicted, with which a quantised W_q is held once more.
-    `seed_window` is the number of last queries of a prompt that its set is chosen with.
-    `max_context` is the longest request that is taken; without it, `context_tokens`.
+    None: nobody follows); with `all_exact` none is. `waits` says that a scanned layer selects with
+    its own query, which nothing hides. Between two GPUs `num_late` first layers are selected for in
+    the step before, and the copy of W_q has `predictor_dtype`, ``native`` or ``int8``. In the
+    inference rank's own GPU `own_predictor_dtype` is ``native``, the model's W_q, or an ``int8``
+    copy. An index has `index_channels` of each key, all by default; `is_fitted`: projections of a
+    file are held in place of either. `predicts` says that queries are predicted, with which a
+    quantised W_q is held once more. `seed_window` is the number of last queries of a prompt that
+    its set is chosen with. `max_context` is the longest request that is taken; without it,
+    `context_tokens`.
     """
 
     context_tokens: int
@@ -48,7 +50,7 @@ class Workload:
     selects: bool = True
     index_dtype: str = "int8"
     index_channels: int | None = None
-    chunk_tokens: int = 8192
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     capacity_tokens: int | None = None
     anchors: tuple[int, ...] | None = None
     waits: bool = False
@@ -59,6 +61,7 @@ class Workload:
     predicts: bool = True
     seed_window: int = 64
     max_context: int | None = None
+    all_exact: bool = False
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -82,7 +85,7 @@ class Workload:
         *,
         context_tokens: int,
         concurrency: int,
-        chunk_tokens: int = 8192,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         capacity_tokens: int | None = None,
         anchors: tuple[int, ...] | None = None,
         max_context: int | None = None,
@@ -102,7 +105,9 @@ class Workload:
             num_recent_tokens=selection.num_recent_tokens,
             num_samples=selection.num_samples,
             fetch_cap_tokens=selection.fetch_cap_tokens,
-            selects=selection.num_resident > selection.num_sink_tokens,
+            selects=selection.num_resident > selection.num_sink_tokens
+            and not capabilities.all_exact,
+            all_exact=capabilities.all_exact,
             index_dtype=selection.index_dtype,
             index_channels=num_index_channels(selection),
             chunk_tokens=chunk_tokens,

@@ -93,6 +93,8 @@ def to_yaml(settings: ServeSettings) -> str:
         del tree["selection"][name]
     if settings.placement is None:
         del tree[_DECIDED]
+    if "tensor_parallel" not in settings.model_fields_set:
+        del tree["tensor_parallel"]
     for group, name in _OPEN_UNLESS_SET:
         if name not in getattr(settings, group).model_fields_set:
             del tree[group][name]

@@ -142,6 +142,7 @@ def _run(
     where = "started for the soak" if server.is_ours else server.url
     report = as_json(found, verdict, where)
     if request.out is not None:
+        request.out.parent.mkdir(parents=True, exist_ok=True)
         request.out.write_text(compact_json(report), encoding="utf-8")
     Console(highlight=False).print(as_tables(report))
     return verdict.passed

@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from .canaries import Agreement, compare
@@ -111,9 +112,11 @@ def _of_canaries(found: Findings, dense: Agreement) -> Iterable[Check]:
         "0 of some",
         dense.differ == 0 < dense.answered,
     )
-    pairs = zip(found.solos, found.solos_after, strict=False)
-    changed = sum(before.text != after.text for before, after in pairs if before.is_dense)
-    yield _none("solo answers that differ after the soak", changed)
+    pairs = zip_longest(found.solos, found.solos_after)
+    changed = sum(
+        after is None or before.text != after.text for before, after in pairs if before.is_dense
+    )
+    yield _none("solo answers that differ after the soak, or are not given", changed)
 
 
 def _of_faults(found: Findings, windows: Windows) -> Iterable[Check]:
@@ -140,10 +143,17 @@ def _of_faults(found: Findings, windows: Windows) -> Iterable[Check]:
 def _of_leaks(found: Findings) -> Iterable[Check]:
     last = found.quiet[-1]
     for name in held_by_requests(last.is_flushed):
-        yield _none(f"{name} at the end", last.books.get(name, 0.0))
+        left = last.books.get(name)
+        yield Check(f"{name} at the end", "not read" if left is None else left, "0", left == 0)
     mapped = [point.books.get("mapped_bytes") for point in found.quiet]
+    is_read = bool(last.books) and bool(found.quiet[0].books)
     grown = (mapped[-1] or 0.0) - (mapped[0] or 0.0)
-    yield Check("growth of mapped memory, bytes", grown, "0", mapped[-1] == mapped[0])
+    yield Check(
+        "growth of mapped memory, bytes",
+        grown if is_read else "not read",
+        "0",
+        is_read and mapped[-1] == mapped[0],
+    )
     held = [point.held for point in found.quiet if point.held is not None]
     if not held:
         return

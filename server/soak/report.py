@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -81,12 +82,13 @@ def kinds(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for kind in sorted({outcome.request.kind for outcome in outcomes}):
         mine = [each for each in outcomes if each.request.kind == kind]
-        times = sorted(each.ended - each.started for each in mine if each.ending == "complete")
+        whole = [each for each in mine if each.ending == "complete" and each.status == 200]
+        times = sorted(each.ended - each.started for each in whole)
         found[kind] = {"sent": len(mine), "answered": len(times)}
         if times:
             found[kind] |= {
                 "median_s": round(statistics.median(times), 3),
-                "p95_s": round(times[int(0.95 * (len(times) - 1))], 3),
+                "p95_s": round(times[math.ceil(0.95 * len(times)) - 1], 3),
             }
     return found
 

@@ -81,7 +81,8 @@ def soak(target: Target, asked: SoakRequest, tell: Callable[[str], None]) -> Fin
         tell("recording the canaries alone once more")
         with contextlib.suppress(SoakError):
             found.solos_after = record_solo(target.client, load, _CANARIES, is_dense)
-        found.status = fetch_status(target.url)
+        with contextlib.suppress(StatusUnavailableError):  # what was seen is judged all the same
+            found.status = fetch_status(target.url)
     finally:
         run.close()
         watch.stop()

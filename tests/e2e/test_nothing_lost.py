@@ -154,6 +154,12 @@ def wait_until_all_decode(streams: Sequence[Stream]) -> None:
     wait_for(lambda: all(s.tokens for s in streams), "requests do not begin", 300.0)
 
 
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "The"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
+}
+
+
 def test_patience_has_an_end(prompts: list[list[int]]) -> None:
     """Without a cache rank for too long: errors, then service again on the same server."""
     settings = settings_of(num_requests=4, standby=False)
@@ -192,6 +198,10 @@ def test_patience_has_an_end(prompts: list[list[int]]) -> None:
             assert server.get("/tandemkv/ready")[0] == 503
             code, text = server.post("/generate", whole)
             assert code == 503, text
+            for route, asked in STREAMS.items():  # whoever repeats goes by the status
+                code, found = server.post(route, asked | {"stream": True})
+                assert (code, found["error"]["code"]) == (503, 503), found
+                assert "cache rank" in found["error"]["message"]
             os.kill(stopped, signal.SIGCONT)
         wait_for(lambda: server.get("/tandemkv/ready")[0] == 200, "not ready again")
         flush(server)  # what a prompt seeds depends on how much of it is computed, as before

@@ -348,6 +348,7 @@ def _launches() -> dict[str, Launch]:
         "samples, float32": partial(_samples, samples=SAMPLES, dtype=FP32),
         "scores, native": partial(keys, kind="native"),
         "scores, native, heads of 256": partial(keys, kind="native", dim=256, group=2),
+        "scores, native, heads of 192": partial(keys, kind="native", dim=192, group=2),
         "scores, native, float32": partial(keys, kind="native", dtype=FP32),
         "scores, int8": partial(keys, kind="int8", pooling="max_logit"),
         "scores, int4": partial(keys, kind="int4", pooling="mean_logit"),
@@ -392,6 +393,6 @@ OF_EACH_KERNEL = (
 """Enough to launch each kernel once."""
 TIGHT = (
     "attend, heads of 256", "attend, float32", "query, 64 tokens", "scores, native, float32",
-    "scores, native, heads of 256", "seeding, heads of 256",
+    "scores, native, heads of 192", "scores, native, heads of 256", "seeding, heads of 256",
 )  # fmt: skip
 """Those with the largest tiles."""

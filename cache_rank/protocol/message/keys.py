@@ -9,6 +9,7 @@ public keys in the folder are the allow-list.
 from __future__ import annotations
 
 import stat
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,9 +39,12 @@ def make_keys(folder: Path) -> tuple[Path, ...]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for end in (CACHE_RANK, INFERENCE_RANK):
             if not (folder / f"{end}{_SECRET}").exists():
-                public, secret = zmq.auth.create_certificates(folder, end)
-                Path(secret).chmod(0o600)
-                made += [Path(public), Path(secret)]
+                # Not there at once: they are written as the umask says.
+                with tempfile.TemporaryDirectory(dir=folder) as private:  # of mode 0700
+                    for name in zmq.auth.create_certificates(private, end):
+                        own = Path(name)
+                        own.chmod(0o600 if own.suffix == _SECRET else 0o644)
+                        made.append(own.rename(folder / own.name))
     except OSError as error:
         raise SettingsError(f"{folder}: keys cannot be made there: {error.strerror}") from error
     return tuple(made)

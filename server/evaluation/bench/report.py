@@ -6,6 +6,7 @@ A report is made to be published: it names versions and the GPU, and no path, ho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ OutOption = Annotated[
     typer.Option("--out", metavar="FILE", help="Report to write. Default: ./SUBCOMMAND.json."),
 ]
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_.+-]+$", max_length=160)]
+_PATTERN, _LONGEST = r"^[a-z0-9_.+-]+$", 160
+Name = Annotated[str, msgspec.Meta(pattern=_PATTERN, max_length=_LONGEST)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,18 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     command: tuple[str, ...]
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...] = ()
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no figure can have, before anything is measured.
+
+    Raises `SettingsError`.
+    """
+    if not re.fullmatch(_PATTERN.strip("^$"), name) or len(name) > _LONGEST // 2:
+        raise SettingsError(
+            f"name={name}: lower-case letters, digits and _ . + - in at most {_LONGEST // 2} "
+            "characters, for it is a part of figures' names"
+        )
 
 
 def make_report(

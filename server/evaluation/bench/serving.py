@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import urllib.parse
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from tandemkv.server.evaluation.provenance import BenchError
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.settings.launch_settings import is_loopback
 
-from .report import Failure, OutOption, Row, Spread
+from .report import Failure, OutOption, Row, Spread, check_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +31,20 @@ class ServeLoad:
     output_tokens: Annotated[int, option(min=2)] = 128
     concurrency: Annotated[int, option(min=1)] = 8
     requests: Annotated[int, option(min=1, max=100000)] = 32
+    seed: Annotated[
+        int | None,
+        option(
+            "Of the prompts; default: another each time, for the cache has the last ones.", min=0
+        ),
+    ] = None
     timeout_s: Annotated[float, option(min=1)] = 1800.0
     out: OutOption = None
 
     def __post_init__(self) -> None:
-        """Refuse a target that is not this machine."""
+        """Refuse a target that is not this machine, or a name that rows cannot have."""
+        check_name(self.name)
+        if self.seed is None:
+            object.__setattr__(self, "seed", random.randrange(1 << 31))
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingsError(f"url={self.url}: an address such as http://127.0.0.1:30000")
@@ -64,10 +74,10 @@ def bench_serving_argv(load: ServeLoad, tokenizer_dir: Path, result: Path) -> tu
         "--random-input-len", str(load.input_tokens),
         "--random-output-len", str(load.output_tokens),
         "--random-range-ratio", "1.0",
-        "--num-prompts", str(load.requests),
+        "--num-prompts", str(load.requests + 1),  # the first one warms up, and comes again
         "--max-concurrency", str(load.concurrency),
         "--request-rate", "inf",
-        "--seed", "1",
+        "--seed", str(load.seed),
         "--disable-tqdm",
         "--output-details",
         "--output-file", str(result),
@@ -75,7 +85,11 @@ def bench_serving_argv(load: ServeLoad, tokenizer_dir: Path, result: Path) -> tu
 
 
 def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
-    """Return the rows of the last line of a result file.
+    """Return the rows of the last line of a result file, without its first request.
+
+    That one was a warm-up before, and has its prompt in the prefix cache. A request that has fewer
+    tokens than asked for is a failure: SGLang ends a stream with an error event, and bench_serving
+    takes no notice of it.
 
     TPOT of a request is (latency - TTFT) / (output tokens - 1), so that stalls count. ITL is of all
     gaps between tokens, of all requests: its median is that of steps beside which no prompt is
@@ -90,16 +104,21 @@ def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
         gaps = [[1e3 * gap for gap in item] for item in result["itls"]]
         first = [1e3 * float(item) for item in result["ttfts"]]
         lengths = [int(item) for item in result["output_lens"]]
-        throughput, completed = float(result["output_throughput"]), int(result["completed"])
+        duration = float(result["duration"])
     except (KeyError, TypeError, ValueError) as error:
         raise BenchError(
             f"bench_serving's result lacks {error}: it is not that of SGLang 0.5.17"
         ) from error
-    good = [index for index, error in enumerate(errors) if not error and lengths[index] > 1]
-    if not completed or not good:
-        reason = next((error for error in errors if error), "no output tokens")
+    reasons = [
+        error
+        or ("" if length == load.output_tokens and at > 0 else f"ended early, {length} tokens")
+        for error, length, at in zip(errors, lengths, first, strict=True)
+    ]
+    good = [index for index, reason in enumerate(reasons) if index and not reason]
+    if not good:
+        reason = next((reason for reason in reasons if reason), "no output tokens")
         raise BenchError(f"no request was completed: {' '.join(reason.split())[:300]}")
-    label = load.label
+    label, note = load.label, f"seed {load.seed}"
     series = {
         "ttft": [first[index] for index in good],
         "tpot": [sum(gaps[index]) / (lengths[index] - 1) for index in good],
@@ -107,14 +126,16 @@ def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
         "longest_gap": [max(gaps[index]) for index in good if gaps[index]],
     }
     rows = [
-        Row.of(f"{name}_ms_{label}", Spread.of(values), "ms")
+        Row.of(f"{name}_ms_{label}", Spread.of(values), "ms", note=note)
         for name, values in series.items()
         if values or name != "itl"
     ]
-    rows.append(Row(f"output_tokens_per_s_{label}", throughput, "tok/s", n=len(good)))
+    answered = sum(n for n, reason in zip(lengths, reasons, strict=True) if not reason)
+    throughput = answered / duration
+    rows.append(Row(f"output_tokens_per_s_{label}", throughput, "tok/s", n=len(good), note=note))
     failures = [
-        Failure(f"request_{index}_{label}", " ".join(error.split())[:300])
-        for index, error in enumerate(errors)
-        if error
+        Failure(f"request_{index}_{label}", " ".join(reason.split())[:300])
+        for index, reason in enumerate(reasons)
+        if reason
     ]
     return rows, failures

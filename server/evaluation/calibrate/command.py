@@ -316,6 +316,12 @@ def _spec_and_texts(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts
             f"{len(spec.linear_layers)} of {spec.num_layers} are linear attention; use `tandemkv "
             f"serve` {instead}"
         )
+    if request.policy == "kascade" and spec.other_layers:
+        raise CalibrationError(
+            f"model={model_dir.name}: {len(spec.other_layers)} of {spec.num_layers} layers see a "
+            "window alone, and anchors are chosen among all; use `tandemkv serve --anchors` with "
+            "layers of full attention"
+        )
     num_texts, num_tokens = _SHORT_TEXTS, _SHORT_TOKENS
     if request.index_channels is not None:
         num_texts, num_tokens = _LONG_TEXTS, min(_LONG_TOKENS, spec.max_context)

@@ -58,13 +58,23 @@ def pareto(quality: Path, decode: Path, tasks: Sequence[str] | None = None) -> l
     A loss is per cent of perplexity against dense, or points of a score below it. Dense is the end
     without loss. `quality` is a ``report.json`` of ``tandemkv quality``, `decode` a report of
     ``tandemkv bench decode``. `tasks` are names in the former, with ``@8k`` where it has several
-    contexts; default all. Raises `SettingsError` if no setting is in both, with those of either; or
+    contexts; default all. Raises `SettingsError` if no setting is in both, with those of either; if
+    one is twice in either, for only one of the two would be drawn; or
     a task is not in the report.
     """
     report, times = read_quality_report(quality), step_times(read_report(decode))
     if not times:
         raise SettingsError(f"{decode}: no tpot_ms_* row in it; `tandemkv bench decode` makes them")
-    rows = {row.settings["setting"]: row for row in report.rows if row.settings.get("setting")}
+    rows: dict[str, Row] = {}
+    for row in report.rows:
+        if setting := row.settings.get("setting"):
+            if setting in rows:
+                raise SettingsError(
+                    f"{quality}: {rows[setting].label} and {row.label} are both of setting "
+                    f"{setting}, which has no place for what they differ in; measure one of them "
+                    "into a folder of its own"
+                )
+            rows[setting] = row
     known = report.described["tasks"]
     chosen = list(known) if tasks is None else [name.replace("+", "_") for name in tasks]
     absent = [name for name in chosen if name not in known]
@@ -102,10 +112,17 @@ def pareto_view(found: Sequence[Pareto]) -> RenderableType:
 def step_times(report: Report) -> dict[str, dict[str, float]]:
     """Return ms a step by batch and context, then by setting; queued steps where there are any."""
     found: dict[str, dict[str, float]] = {}
+    names: dict[str, str] = {}
     for step in sorted(step_rows(report), key=lambda step: step.is_queued):
         setting = _setting_of(step.name)
-        if setting is not None:
-            found.setdefault(step.point.label, {})[setting] = step.row.value
+        if setting is None:
+            continue
+        if names.setdefault(setting, step.name) != step.name:
+            raise SettingsError(
+                f"{names[setting]} and {step.name} are both of setting {setting}, which has no "
+                "place for what they differ in; time one of them into a report of its own"
+            )
+        found.setdefault(step.point.label, {})[setting] = step.row.value
     return found
 
 

@@ -43,9 +43,20 @@ p.note, header p { color: #555; max-width: 60rem }
 
 
 def write_campaign(out: Path, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep how results come about, and return it; tasks of earlier campaigns there stay in."""
+    """Keep how results come about, and return it; tasks of earlier campaigns there stay in.
+
+    Raises `SettingsError` if those are of another model, or of other weights of it.
+    """
     path = out / CAMPAIGN_FILE
-    earlier = _read_campaign(path)["tasks"] if path.is_file() else {}
+    before = _read_campaign(path) if path.is_file() else described
+    for key in ("model_hash", "dtype"):
+        if before.get(key) != described.get(key):
+            raise SettingsError(
+                f"out={out}: the results there are of {before.get('model')} "
+                f"({key} {before.get(key)}), and these would be of {described.get('model')} "
+                f"({described.get(key)}); give another --out"
+            )
+    earlier = before["tasks"]
     merged = {**described, "tasks": {**earlier, **described["tasks"]}}
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")

@@ -133,9 +133,14 @@ def _row(
     row_bytes: int,
     num_kv_heads: int,
 ) -> Row:
-    moved = [r.fetched_rows_per_step for r in results.values() if r.fetched_rows_per_step]
+    moved = [
+        (r.fetched_rows_per_step, r.request_steps)
+        for r in results.values()
+        if r.fetched_rows_per_step is not None and r.request_steps
+    ]
     nothing = 0.0 if configuration.system == "tandemkv" else None
-    mean_moved = float(np.mean(moved)) if moved else nothing
+    steps = sum(count for _, count in moved)
+    mean_moved = sum(rows * count for rows, count in moved) / steps if moved else nothing
     return Row(
         **{name: getattr(configuration, name) for name in _OF_CONFIGURATION},
         settings=dict(configuration.resolved),

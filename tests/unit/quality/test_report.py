@@ -96,7 +96,8 @@ def out(tmp_path: Path) -> Path:
     peer = Configuration(
         system="kvpress", policy="SnapKV", budget="25%", attended_tokens=25, num_layers=10
     )
-    measured = {"attended_share": 0.25, "fetched_rows_per_step": 32.0}
+    measured = {"attended_share": 0.25, "fetched_rows_per_step": 32.0, "request_steps": 10.0}
+    idle = measured | {"fetched_rows_per_step": 0.0, "request_steps": 30.0}
     differing = [True] * 3 + [False] + [True] * 6
     probes = Probes(
         mass=[0.9, 0.8], oracle_mass=[1.0, 0.8], recall=[0.5, 0.7], mass_by_layer={"2": 0.6}
@@ -115,7 +116,7 @@ def out(tmp_path: Path) -> Path:
             [
                 result("perplexity", nlls(2.01), **measured),
                 result("niah_single", scores(1.0, 0.5), **measured),
-                result("continuation", [Answer(name="0", agrees=differing)], **measured),
+                result("continuation", [Answer(name="0", agrees=differing)], **idle),
                 result("mass", nlls(2.0), probes=probes, **measured),
             ],
         ),
@@ -159,8 +160,9 @@ def test_figures_are_those_worked_out_by_hand(out: Path) -> None:
     assert rows["SnapKV"].scores["perplexity"].attended_share == pytest.approx(0.3)
     assert rows["dense"].scores["perplexity"].attended_share == 1.0
     assert rows["dense"].scores["perplexity"].change is None
-    # 32 rows of a key and a value, 16 numbers of 4 bytes each
-    assert rows["look_ahead"].moved_kib == pytest.approx(4.0)
+    # 32 rows of a key and a value, 16 numbers of 4 bytes each, in 30 of 60 steps of a request
+    assert rows["look_ahead"].moved_rows == pytest.approx(16.0)
+    assert rows["look_ahead"].moved_kib == pytest.approx(2.0)
     assert rows["SnapKV"].moved_rows is None
 
 
@@ -254,6 +256,13 @@ def test_tasks_of_an_earlier_campaign_stay_in(out: Path) -> None:
     merged = write_campaign(out, only)
     assert set(merged["tasks"]) == set(MEASURES)
     assert json.loads((out / "campaign.json").read_text())["date"] == "2026-02-03"
+
+
+def test_results_of_another_model_are_not_mixed_in(out: Path) -> None:
+    for change in ({"model_hash": "other"}, {"dtype": "bfloat16"}):
+        with pytest.raises(SettingsError, match="give another --out"):
+            write_campaign(out, {**DESCRIBED, **change})
+    assert json.loads((out / "campaign.json").read_text())["dtype"] == DESCRIBED["dtype"]
 
 
 def test_errors_name_the_file(out: Path, tmp_path: Path) -> None:

@@ -83,12 +83,16 @@ def test_addresses_that_may_come_are_passed_on(
         message_launch, "run_far_rank", lambda *given, verbose: found.append((*given, verbose))
     )
     words = ["cache-rank", "--model", "smollm2", "--run-dir", str(tmp_path), "--address", _ADDRESS]
-    for more in ([], ["--allow", "10.0.0.1,10.0.0.3", "--rank", "1", "--verbose"]):
+    for more in ([], ["--allow", "10.0.0.1, 0:0::3,", "--rank", "1", "--verbose"]):
         assert CliRunner().invoke(app, [*words, *more]).exit_code == 0
     assert [(*given[2:4], *given[5:]) for given in found] == [
         (_ADDRESS, [], 0, False),
-        (_ADDRESS, ["10.0.0.1", "10.0.0.3"], 1, True),
+        (_ADDRESS, ["10.0.0.1", "::3"], 1, True),
     ]
+    refused = CliRunner().invoke(app, [*words, "--allow", "node-1"])
+    assert refused.exit_code == 2
+    assert "--allow node-1: no IP address" in refused.stderr
+    assert len(found) == 2
 
 
 def test_a_cache_rank_of_another_host_has_to_be_told_where_to_listen(tmp_path: Path) -> None:

@@ -348,6 +348,16 @@ def test_what_was_asked_for_has_to_fit(
         resolve(tmp_path, **changes)
 
 
+def test_more_than_a_gpus_books_hold_is_refused(tmp_path: Path, gpus: Any) -> None:
+    from tandemkv.kernels.triton_ops.mirror import MAX_RESIDENT
+
+    assert MAX_RESIDENT == placement_choice.MOST_RESIDENT
+    gpus(1)
+    with pytest.raises(SettingsError, match="36868 tokens would be resident"):
+        resolve(tmp_path, selection={"budget_tokens": 18432, "resident_factor": 2.0})
+    resolve(tmp_path, device="cpu", selection={"budget_tokens": 18432, "resident_factor": 2.0})
+
+
 def test_a_gpu_scans_int4_unless_told_otherwise(tmp_path: Path, gpus: Any) -> None:
     gpus(1)
     plain = {"budget_tokens": 2048}

@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
-from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsError
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankError,
+    CacheRankLostError,
+    SettingsError,
+)
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
+from tandemkv.cache_rank.protocol.ipc import take_lock
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.placement import Placement
@@ -25,10 +30,12 @@ from tandemkv.server.launch.cache_rank_launch import (
 from tandemkv.server.launch.liveness import Pulse
 from tandemkv.server.launch.serve import (
     METRICS_VARIABLE,
+    lock_run_dir,
     make_plan,
     prepare_run_dir,
     sglang_folders,
 )
+from tandemkv.server.launch.watchdog import Watchdog
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 
@@ -94,6 +101,52 @@ def test_the_cache_rank_is_not_told_what_is_for_sglang(launch: ResolvedLaunch) -
     plan = make_plan(replace(launch, settings=settings), run_dir)
     assert "secret" in plan.sglang.argv
     assert "secret" not in (run_dir.path / SETTINGS_FILE).read_text()
+
+
+def test_a_launch_that_is_loading_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank of it answers yet, and its port is free."""
+    monkeypatch.setattr("tandemkv.server.launch.serve._LOCK_WAIT_S", 0.3)
+    folder = tmp_path / "run"
+    with lock_run_dir(folder):
+        with pytest.raises(SettingsError, match="another launch is there"), lock_run_dir(folder):
+            pass
+        assert names(RunDir(folder)) == {"token", "launcher.lock"}
+        RunDir(folder).clear()  # as at its end
+    with lock_run_dir(folder):
+        assert "launcher.lock" in names(RunDir(folder))
+    with lock_run_dir(None) as lock:
+        assert lock is None
+
+
+def test_a_lock_that_its_launch_removed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waited for it has the file of before, and whoever comes next would make another."""
+    folder, taken = tmp_path / "run", []
+
+    def take(path: Path) -> int:
+        handle = take_lock(path)
+        taken.append(handle)
+        if len(taken) == 1:
+            Path(f"{path}.lock").unlink()
+        return handle
+
+    monkeypatch.setattr("tandemkv.server.launch.serve.take_lock", take)
+    with lock_run_dir(folder) as lock:
+        assert len(taken) == 2
+        assert os.path.samestat(os.fstat(lock or 0), (folder / "launcher.lock").stat())
+
+
+def test_the_watchdog_keeps_the_lock_until_it_has_removed_what_is_there(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path / "launcher")
+    watchdog = Watchdog(lock=lock)
+    os.close(lock)  # as if the launcher was killed
+    with pytest.raises(CacheRankError):
+        take_lock(tmp_path / "launcher")
+    watchdog.close()
+    os.close(take_lock(tmp_path / "launcher"))
 
 
 def test_a_live_inference_rank_keeps_its_directory(launch: ResolvedLaunch) -> None:

@@ -109,7 +109,13 @@ def test_what_is_printed_is_read_back_the_same(tmp_path: Path) -> None:
     settings = load_settings(
         flags(run_dir="/tmp/x", selection__exact_layers="none", sglang_args=("--a", "b c")), {}
     )
-    assert load_settings({}, {}, write(tmp_path, to_yaml(settings))) == settings
+    read = load_settings({}, {}, write(tmp_path, to_yaml(settings)))
+    assert read == settings
+    # What nobody set is decided by the GPUs that there are, also where the file is read.
+    assert "tensor_parallel" not in read.model_fields_set
+    settings = load_settings(flags(tensor_parallel=1), {})
+    read = load_settings({}, {}, write(tmp_path, to_yaml(settings)))
+    assert "tensor_parallel" in read.model_fields_set
 
 
 def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -> None:

@@ -283,7 +283,11 @@ def findings(outcomes: list[Outcome], *, last: Held, rows: int = 0, **rules: Any
         solos_after=[solo],
         outcomes=[good, *outcomes],
         quiet=[
-            QuietPoint(held=each, books={"request_rows": n}, is_flushed=True)
+            QuietPoint(
+                held=each,
+                books={"request_rows": n, "slots_used": 0, "sglang_tokens": 0},
+                is_flushed=True,
+            )
             for each, n in ((held(), 0), (last, rows))
         ],
         watch=Watch("http://127.0.0.1:9", None),

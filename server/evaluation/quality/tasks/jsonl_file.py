@@ -101,7 +101,7 @@ def jsonl_task(path: Path) -> Task:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        texts = path.read_text(encoding="utf-8").split("\n")  # not at what JSON may have in texts
     except OSError as error:
         raise SettingsError(f"task file:{path}: cannot be read ({error.strerror})") from error
     found = []

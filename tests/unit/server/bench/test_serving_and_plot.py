@@ -27,15 +27,15 @@ from tandemkv.server.evaluation.bench.report import (
 )
 from tandemkv.server.evaluation.bench.serving import ServeLoad, bench_serving_argv, serving_rows
 
-LOAD = ServeLoad(url="http://127.0.0.1:30000", tokenizer="t", concurrency=2)
+LOAD = ServeLoad(url="http://127.0.0.1:30000", tokenizer="t", concurrency=2, output_tokens=5)
 RESULT = {
-    "completed": 2,
-    "output_throughput": 55.5,
-    "output_lens": [5, 3, 0],
-    "ttfts": [0.1, 0.3, 0.0],
-    "itls": [[0.010, 0.010, 0.040, 0.020], [0.02, 0.04], []],
-    "errors": ["", "", "HTTP 503\ncache rank lost"],
+    "duration": 0.3,
+    "output_lens": [5, 5, 5, 0, 3, 5],
+    "ttfts": [0.001, 0.1, 0.3, 0.0, 0.2, 0.0],
+    "itls": [[0.001] * 4, [0.010, 0.010, 0.040, 0.020], [0.02, 0.02, 0.02, 0.06], [], [0.01], []],
+    "errors": ["", "", "", "HTTP 503\ncache rank lost", "", ""],
 }
+"""A warm-up, two that are whole, a refused one, and two that ended with an error event."""
 
 
 def test_serving_rows_by_hand() -> None:
@@ -44,11 +44,16 @@ def test_serving_rows_by_hand() -> None:
     assert found["ttft_ms_serve_2x4096"].value == pytest.approx(200.0)
     assert found["tpot_ms_serve_2x4096"].value == pytest.approx(25.0)  # of 20 and 30
     assert found["tpot_ms_serve_2x4096"].n == 2
-    assert found["itl_ms_serve_2x4096"].value == pytest.approx(20.0)  # of all six
-    assert found["itl_ms_serve_2x4096"].n == 6
-    assert found["longest_gap_ms_serve_2x4096"].p90 == pytest.approx(40.0)
-    assert found["output_tokens_per_s_serve_2x4096"].value == 55.5
-    assert [item.reason for item in failures] == ["HTTP 503 cache rank lost"]
+    assert found["itl_ms_serve_2x4096"].value == pytest.approx(20.0)  # of all eight
+    assert found["itl_ms_serve_2x4096"].n == 8
+    assert found["longest_gap_ms_serve_2x4096"].value == pytest.approx(50.0)
+    assert found["output_tokens_per_s_serve_2x4096"].value == pytest.approx(15 / 0.3)
+    assert [(item.figure, item.reason) for item in failures] == [
+        ("request_3_serve_2x4096", "HTTP 503 cache rank lost"),
+        ("request_4_serve_2x4096", "ended early, 3 tokens"),
+        ("request_5_serve_2x4096", "ended early, 5 tokens"),
+    ]
+    assert {row.note for row in rows} == {f"seed {LOAD.seed}"}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,8 @@ def test_serving_rows_by_hand() -> None:
     [
         ("", "wrote no result"),
         ('{"completed": 1}', "lacks 'errors'"),
-        (json.dumps({**RESULT, "errors": ["x", "y", "z"]}), "no request was completed: x"),
+        (json.dumps({**RESULT, "errors": list("vwxyza")}), "no request was completed: v"),
+        (json.dumps({**RESULT, "output_lens": [5] + [4] * 5}), "completed: ended early, 4 tokens"),
     ],
 )
 def test_results_that_say_nothing_are_refused(text: str, expected: str) -> None:
@@ -68,6 +74,12 @@ def test_results_that_say_nothing_are_refused(text: str, expected: str) -> None:
 def test_only_this_machine_is_put_under_load(url: str) -> None:
     with pytest.raises(SettingsError, match="url="):
         ServeLoad(url=url, tokenizer="t")
+
+
+def test_prompts_are_others_each_time_and_names_those_of_figures() -> None:
+    assert ServeLoad(tokenizer="t").seed != ServeLoad(tokenizer="t").seed
+    with pytest.raises(SettingsError, match="name=TandemKV: lower-case letters"):
+        ServeLoad(tokenizer="t", name="TandemKV")
 
 
 def test_serving_argv_is_what_sglang_parses(
@@ -82,6 +94,7 @@ def test_serving_argv_is_what_sglang_parses(
     assert seen[0].base_url == LOAD.url
     assert seen[0].dataset_name == "random-ids"
     assert seen[0].max_concurrency == 2
+    assert (seen[0].num_prompts, seen[0].seed) == (33, LOAD.seed)
     assert seen[0].output_details
 
 

@@ -266,6 +266,21 @@ def test_scratch_is_what_the_kernels_ask_for() -> None:
     assert scratch_bytes(QWEN, load) == pytest.approx(needed, rel=0.01)
 
 
+def test_scratch_is_as_wide_as_the_longest_request_that_is_taken() -> None:
+    wide = replace(LOAD, max_context=400)
+    assert scratch_bytes(TINY, wide) == scratch_bytes(TINY, replace(LOAD, context_tokens=400))
+
+
+def test_more_gpus_than_kv_heads_have_the_same_heads_again() -> None:
+    def kept(tp_size: int) -> tuple[int, int, int]:
+        placement = Placement(kind=PlacementKind.IN_PROCESS, tp_size=tp_size)
+        own = memory_of(placement, TINY, replace(LOAD, index_dtype="int8")).inference
+        return own.kv, own.key_index, own.resident_set
+
+    assert kept(4) == kept(2)
+    assert kept(2)[0] == kept(1)[0] // 2
+
+
 def test_dense_keeps_kv_only() -> None:
     memory = memory_of(Placement(kind=PlacementKind.DENSE, tp_size=2), TINY, LOAD)
     assert memory.inference.kv == 300 * 64 // 2
