@@ -36,16 +36,8 @@ _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 _MADE = (
     *_SOCKET_NAMES,
     *(f"{name}.lock" for name in _SOCKET_NAMES),
-    *(
-        "launcher.lock",
-        "token",
-        ".token-*",
-        "epoch",
-        "epoch.new",
-        "cache_rank.yaml*",
-        "keep-logs",
-        FAULTS_FILE,
-    ),
+    *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml*", "keep-logs", FAULTS_FILE),
+    "launcher.lock",
     *("far", "own-keys"),  # of link message
     *_OF_SGLANG,
     *("tp[1-9]", "tp[1-9][0-9]"),  # of the engines but the first, see `RunDir.of_rank`
@@ -94,8 +86,9 @@ class RunDir:
             directory = Path(path).absolute()
             _check_length(directory)
             for folder in (*reversed(directory.parents), directory):
-                with contextlib.suppress(FileExistsError):  # the check says more of what is there
-                    folder.mkdir(mode=0o700)
+                if not folder.is_dir():
+                    with contextlib.suppress(FileExistsError):  # the check says more of it
+                        folder.mkdir(mode=0o700)
             _check_private(directory, is_directory=True)
             cls(directory)._create_token()
         except OSError as error:

@@ -48,6 +48,7 @@ from .cache_rank_launch import (
     clean_run_dir,
     log_to_stderr,
     restart_rules,
+    want_logs,
 )
 from .child_process import ChildSpec
 from .launcher import CacheRankLaunch, Launcher, LaunchPlan
@@ -180,7 +181,7 @@ def run_far_rank(
     )  # fmt: skip
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(alone), encoding="utf-8")
-    pump = _PumpThread(FarPump(run_dir, ours, door, rank, homes))
+    pump = PumpThread(FarPump(run_dir, ours, door, rank, homes), run_dir)
     plan = LaunchPlan(
         # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
         # one host.
@@ -230,12 +231,12 @@ def _resolve_far(
     return settings, model_dir, device
 
 
-class _PumpThread(threading.Thread):
+class PumpThread(threading.Thread):
     """A pump that serves as long as the launch lives; the memory ends with it."""
 
-    def __init__(self, pump: FarPump) -> None:
+    def __init__(self, pump: FarPump, run_dir: RunDir) -> None:
         super().__init__(name="far pump")
-        self._pump, self._stop_asked = pump, threading.Event()
+        self._pump, self._run_dir, self._stop_asked = pump, run_dir, threading.Event()
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -244,6 +245,7 @@ class _PumpThread(threading.Thread):
             self._pump.run(self._stop_asked)
         except BaseException as error:
             self.error = error
+            want_logs(self._run_dir)
             raise
 
     @contextlib.contextmanager

@@ -205,7 +205,9 @@ def _overflow(
         if alone >= 1024:
             advice.append(f"one request of {alone // 256 * 256} tokens would fit")
     if context >= 1024:
-        advice.append(f"{load.concurrency} requests of {context // 256 * 256} tokens would fit")
+        length = context // 256 * 256
+        bound = "" if load.max_context is None else f" (--max-context {length})"
+        advice.append(f"{load.concurrency} requests of {length} tokens would fit{bound}")
     return (
         f"{load.total_tokens} tokens of KV ({load.concurrency} requests of {load.context_tokens}) "
         f"do not fit {placement.title}: {roles}, of {usable / GIB:.1f} GiB usable; "

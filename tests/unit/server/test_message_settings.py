@@ -18,6 +18,7 @@ from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.cli.commands import app
 from tandemkv.server.launch import message_launch
+from tandemkv.server.launch.cache_rank_launch import clean_run_dir
 from tandemkv.server.launch.message_launch import message_launches, with_own_link
 from tandemkv.server.settings.launch_settings import ServeSettings
 
@@ -93,6 +94,25 @@ def test_addresses_that_may_come_are_passed_on(
     assert refused.exit_code == 2
     assert "--allow node-1: no IP address" in refused.stderr
     assert len(found) == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_pump_that_ends_says_so_and_leaves_the_logs(tmp_path: Path) -> None:
+    """The K/V are gone with it, and exit code 0 would tell nobody."""
+
+    class Pump:
+        def run(self, _stop: object) -> None:
+            raise ValueError("a descriptor too few")
+
+    run_dir = RunDir.create(tmp_path / "run")
+    (run_dir.path / "cache_rank.log").write_text("why")
+    pump: Any = Pump()
+    thread = message_launch.PumpThread(pump, run_dir)
+    with thread.serving():
+        thread.join()
+    assert "a descriptor too few" in str(thread.error)
+    clean_run_dir(run_dir, is_ours=True, keep_logs=False)
+    assert (run_dir.path / "cache_rank.log").read_text() == "why"
 
 
 def test_a_cache_rank_of_another_host_has_to_be_told_where_to_listen(tmp_path: Path) -> None:
