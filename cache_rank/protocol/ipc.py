@@ -22,6 +22,8 @@ from .messages import CODEC, MAX_FRAME_BYTES, Codec, Message, Refused
 _HIGH_WATER = 1024
 _SEND_TIMEOUT_MS = 50
 _PID_BYTES = 32
+_SPARE_DESCRIPTORS = 16
+"""A context takes some for itself, and others may take some meanwhile."""
 _LOOK_S = 0.1
 """Longest time that `server_pid` of another process holds the lock that it looks at."""
 _MAX_CONNECTIONS_WAITING = 64
@@ -166,7 +168,11 @@ def server_pid(path: Path) -> int | None:
 
 
 def _bound(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    """Return a socket with every bound set, and its context."""
+    """Return a socket with every bound set, and its context.
+
+    Raises `zmq.ZMQError` if there are hardly any descriptors left.
+    """
+    _require_descriptors()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
@@ -176,6 +182,16 @@ def _bound(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]
     socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
     return context, socket
+
+
+def _require_descriptors() -> None:
+    """Raise where a context would get no descriptor: libzmq ends the process then."""
+    with contextlib.ExitStack() as held:
+        try:
+            for _ in range(_SPARE_DESCRIPTORS):
+                held.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise zmq.ZMQError(error.errno) from error
 
 
 def readable(socket: zmq.Socket[bytes], deadline: float) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,6 +163,9 @@ def run_far_rank(
     """
     log_to_stderr()
     torch.set_num_threads(1)  # the pump's; the cache rank is another process
+    # Whoever reaches the address takes a descriptor with each connection, before keys are seen.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     keys, where = _keys(settings), LinkAddress.parse(address)
     with _loading_at_once():
         settings, model_dir, device = _resolve_far(settings, rank, console)

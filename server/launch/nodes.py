@@ -73,6 +73,12 @@ def check_meeting_place(settings: ServeSettings) -> None:
     if settings.node_rank:
         return
     where = _resolved(address)
+    name = LinkAddress.parse_node(address).host
+    if ipaddress.ip_address(where.host).is_loopback and name not in ("localhost", where.host):
+        raise SettingsError(
+            f"dist_init_addr={address}: {name} is {where.host} here, which no other host reaches "
+            "(/etc/hosts says so, as a rule); give the IP address of this host"
+        )
     error = why_taken(where.host, where.port)
     if error is not None:
         raise SettingsError(

@@ -66,8 +66,12 @@ def estimate_memory(
     predicts = selection.declared.predicts_from_hidden and is_copied
     projection = spec.num_qo_heads * spec.head_dim * spec.hidden_size * item
     rows = settings.max_running_requests * selection.row_tokens
+    # Keys once more, a byte each, with a scale a token and head.
+    is_indexed = selection.index_dtype == "int8" and not selection.declared.attends
+    index = num_full * num_heads * (spec.head_dim + 4) if is_indexed else 0
     return Footprint(
         kv=cached // nodes,
+        key_index=0 if is_far else settings.cache.capacity_tokens * index // nodes,
         resident_set=rows * num_sets * layer_bytes // nodes,
         states=states * num_states(settings.max_running_requests, "cpu") // nodes,
         runtime=processes,

@@ -27,7 +27,7 @@ from .choose import break_even_batch_tokens, break_even_tokens, check_fits, choo
 from .constants import Constants, constants_here
 from .cost import H200
 from .devices import placed_alone
-from .pages import on_device
+from .pages import PAGE_TOKENS, on_device
 from .placement import Placement as GpuPlacement
 from .placement import PlacementKind, possible_placements
 from .shape import ModelShape, shape_of_model
@@ -130,6 +130,17 @@ def resolve_alone(
     return _with_dense_tokens(settings, spec, model_dir, lambda _: None, device=device)
 
 
+def _check_pages(selection: SelectionSettings, device: str) -> None:
+    """Refuse an index by pages with fewer recent tokens than a page: its last one has no scale."""
+    filled = on_device(selection, device)
+    if filled.index_dtype == "int4" and filled.num_recent_tokens < PAGE_TOKENS:
+        raise SettingsError(
+            f"index_dtype=int4, num_recent_tokens={filled.num_recent_tokens}: all tokens of the "
+            f"last page have to be recent; use --recent-tokens {PAGE_TOKENS}, or --index-dtype "
+            "native"
+        )
+
+
 MOST_RESIDENT = 32767
 """Of `kernels.triton_ops.mirror`, in whose kernel two counts of slots share 32 bits."""
 
@@ -149,6 +160,7 @@ def check_runs_on(settings: ServeSettings, device: str) -> None:
                 f"for a KV head, and kernels on GPUs keep books of {MOST_RESIDENT} at most; use a "
                 "smaller --budget-tokens or --resident-factor"
             )
+        _check_pages(selection, device)
         return
     check_device(find_policy(selection.policy), selection.policy, "cpu")
     if link in ("local", "message"):

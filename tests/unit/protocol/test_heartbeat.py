@@ -353,3 +353,26 @@ def test_a_watch_that_breaks_is_a_loss(tmp_path: Path, monkeypatch: pytest.Monke
         assert "Too many open files" in losses.get(timeout=5)
     finally:
         client.stop()
+
+
+def test_nobody_is_asked_with_the_last_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq ends the process that has none for a context, and strangers can take them."""
+    path, opened = tmp_path / "x.sock", []
+    path.touch()
+
+    def open_few(*given: object) -> int:
+        if len(opened) == 3:
+            raise OSError(errno.EMFILE, "too many open files")
+        opened.append(real(*given))  # type: ignore[arg-type, call-overload]
+        return opened[-1]
+
+    real = os.open
+    monkeypatch.setattr("tandemkv.cache_rank.protocol.ipc.os.open", open_few)
+    with pytest.raises(zmq.ZMQError):
+        request_status(path, 0.1)
+    monkeypatch.undo()
+    for handle in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(handle)

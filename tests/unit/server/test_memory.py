@@ -32,14 +32,15 @@ LAYER_BYTES = 2 * 2 * 8 * 4
 
 def estimate(
     folder: Path, spec: ModelSpec, cache_ranks: int, tensor_parallel: int = 1,
-    config: dict[str, int] | None = None,
+    config: dict[str, int] | None = None, index_dtype: str = "native",
 ) -> Footprint:  # fmt: skip
     (folder / "config.json").write_text(json.dumps({"dtype": "float32"} | (config or {})))
     settings = ServeSettings.model_validate(
         {
             "model": str(folder), "device": "cpu", "cache_ranks": cache_ranks,
             "tensor_parallel": tensor_parallel, "max_running_requests": 4,
-            "cache": {"capacity_tokens": 4096}, "selection": {"budget_tokens": 128},
+            "cache": {"capacity_tokens": 4096},
+            "selection": {"budget_tokens": 128, "index_dtype": index_dtype},
         }
     )  # fmt: skip
     return estimate_memory(settings, spec, folder, device="cpu")
@@ -55,6 +56,12 @@ def test_layers_with_a_window_have_room_for_sets_only_in_mapped_memory(tmp_path:
         found = estimate(tmp_path, spec, cache_ranks)
         assert found.kv == 4096 * 6 * LAYER_BYTES
         assert found.resident_set == num_layers * one_layer
+
+
+def test_an_index_of_int8_is_counted(tmp_path: Path) -> None:
+    found = estimate(tmp_path, SPEC, 0, index_dtype="int8")
+    assert found.key_index == 4096 * 6 * SPEC.num_kv_heads * (SPEC.head_dim + 4)
+    assert estimate(tmp_path, SPEC, 0).key_index == 0
 
 
 def test_states_take_the_place_of_k_and_v(tmp_path: Path) -> None:

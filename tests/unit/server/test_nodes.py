@@ -137,6 +137,17 @@ def test_host_0_has_to_have_the_address_and_the_port() -> None:
         check_meeting_place(settings(dist_init_addr="nobody.invalid:7500", node_rank=1))
 
 
+def test_a_name_that_stays_on_this_host_is_no_meeting_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As /etc/hosts of many systems has their own name."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 7500))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(SettingsError, match=r"node0 is 127\.0\.1\.1 here.* give the IP address"):
+        check_meeting_place(settings(dist_init_addr="node0:7500"))
+    check_meeting_place(settings(dist_init_addr="localhost:7500"))
+
+
 def test_a_host_without_http_is_asked_at_its_scheduler(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "run")
     assert not scheduler_state(run_dir).reachable

@@ -358,6 +358,14 @@ def test_more_than_a_gpus_books_hold_is_refused(tmp_path: Path, gpus: Any) -> No
     resolve(tmp_path, device="cpu", selection={"budget_tokens": 18432, "resident_factor": 2.0})
 
 
+def test_an_index_by_pages_needs_a_page_of_recent_tokens(tmp_path: Path, gpus: Any) -> None:
+    gpus(1)
+    few = {"index_dtype": "int4", "num_recent_tokens": 32}
+    with pytest.raises(SettingsError, match="use --recent-tokens 64, or --index-dtype native"):
+        resolve(tmp_path, selection=few)
+    resolve(tmp_path, selection=few | {"num_recent_tokens": 64})
+
+
 def test_a_gpu_scans_int4_unless_told_otherwise(tmp_path: Path, gpus: Any) -> None:
     gpus(1)
     plain = {"budget_tokens": 2048}
