@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from scheduler_world import World
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
@@ -25,10 +28,26 @@ class Opened:
         self.is_closed = True
 
 
+_MADE: list[Connection] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits() -> Iterator[None]:
+    """End the threads that a test has left waiting; they would log into those after it."""
+    yield
+    for connection in _MADE:
+        connection.is_there = True
+    _MADE.clear()
+    for thread in threading.enumerate():
+        if thread.name == "reconnect":
+            thread.join(10)
+
+
 class Connection:
     """A connection whose cache rank comes back when it is told to."""
 
     def __init__(self) -> None:
+        _MADE.append(self)
         self.lost_reason: str | None = None
         self.epoch, self.step, self.confirmed = 1, 40, 40
         self.is_there = self.is_finished = self.has_lost_memory = False

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 from recovery_world import Connection, recovery_of
+from recovery_world import nobody_waits as nobody_waits
 from scheduler_world import World
 
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from recovery_world import Connection, recovery_of
+from recovery_world import nobody_waits as nobody_waits
 from scheduler_world import World
 
 from tandemkv.inference_rank.resume.agreement import Agreement
