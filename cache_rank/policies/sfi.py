@@ -106,8 +106,8 @@ class SFIPolicy(Policy):
     - Cross-head exclusivity is over the KV heads of a tensor-parallel rank: of the whole layer
       without ``--tp``. Several cache ranks with a part of them each are refused.
     - J ends where the recent window of the step that uses the selection begins.
-    - What is selected enters a resident set that holds ``resident_factor`` selections (LRU); with
-      more than 1, the paper's and the default, tokens of earlier ones are attended to as well.
+    - What is selected enters a resident set that holds ``resident_factor`` selections (LRU): 1,
+      the paper's, by default. With more, tokens of earlier selections are attended to as well.
     - Layers 0 and 1 are dense by default (``exact_layers``).
     - With ``pool_before``, which the paper does not have, log-scores are pooled over
       positions last of all, after Soft-NMS has told neighbours apart.

@@ -61,12 +61,12 @@ def response_format(name: str, value: Any, limits: Limits) -> None:
     _mapping(name, value, limits)
     _check_patterns(name, value)
     inside, schema = f"{name}.schema", value.get("schema")  # SGLang takes it by this name as well
-    for part in ("properties", "strict"):
-        if schema is not None and not isinstance(schema, dict):
+    for part in ("properties", "strict", ""):
+        if schema is None:
+            return
+        if not isinstance(schema, dict):
             raise wrong(inside, schema, "a mapping")
-        inside, schema = f"{inside}.{part}", None if schema is None else schema.get(part)
-    if schema is not None and not isinstance(schema, dict):
-        raise wrong(inside, schema, "a mapping")
+        inside, schema = f"{inside}.{part}", schema.get(part)
 
 
 def tools(name: str, value: Any, limits: Limits) -> None:

@@ -34,6 +34,9 @@ from .shape import ModelShape, shape_of_model
 from .states import with_states
 from .workload import DEFAULT_CHUNK_TOKENS, Workload
 
+MOST_RESIDENT = 32767
+"""Of `kernels.triton_ops.mirror`, in whose kernel two counts of slots share 32 bits."""
+
 _OF_ALL_NODES = (
     "all nodes decide the same, so no profile of a machine is used; what the network adds to each "
     "step is not predicted, and is the same with and without selection"
@@ -128,21 +131,6 @@ def resolve_alone(
     settings = placed_alone(_with_anchors_and_index(settings, spec, device), device)
     settings = with_late_layers(settings, spec.num_layers)
     return _with_dense_tokens(settings, spec, model_dir, lambda _: None, device=device)
-
-
-def _check_pages(selection: SelectionSettings, device: str) -> None:
-    """Refuse an index by pages with fewer recent tokens than a page: its last one has no scale."""
-    filled = on_device(selection, device)
-    if filled.index_dtype == "int4" and filled.num_recent_tokens < PAGE_TOKENS:
-        raise SettingsError(
-            f"index_dtype=int4, num_recent_tokens={filled.num_recent_tokens}: all tokens of the "
-            f"last page have to be recent; use --recent-tokens {PAGE_TOKENS}, or --index-dtype "
-            "native"
-        )
-
-
-MOST_RESIDENT = 32767
-"""Of `kernels.triton_ops.mirror`, in whose kernel two counts of slots share 32 bits."""
 
 
 def check_runs_on(settings: ServeSettings, device: str) -> None:
@@ -240,6 +228,17 @@ def _check_without_gpus(settings: ServeSettings) -> None:
         raise SettingsError(
             "index_dtype=int4 takes pages of many tokens, which SGLang has on GPUs only, and the "
             "model is on cpu; use --index-dtype int8, or --device cuda on a machine with GPUs"
+        )
+
+
+def _check_pages(selection: SelectionSettings, device: str) -> None:
+    """Refuse an index by pages with fewer recent tokens than a page: its last one has no scale."""
+    filled = on_device(selection, device)
+    if filled.index_dtype == "int4" and filled.num_recent_tokens < PAGE_TOKENS:
+        raise SettingsError(
+            f"index_dtype=int4, num_recent_tokens={filled.num_recent_tokens}: all tokens of the "
+            f"last page have to be recent; use --recent-tokens {PAGE_TOKENS}, or --index-dtype "
+            "native"
         )
 
 
