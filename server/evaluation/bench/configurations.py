@@ -27,6 +27,8 @@ from tandemkv.server.plan.placement_choice import with_late_layers
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sources import Sourced, load_settings
 
+from .report import check_name
+
 _DENSE_FLAGS = ("--device", "cuda", "--dtype", "bfloat16", "--attention-backend", "flashinfer")
 _SERVER_MODULE = "sglang.launch_server"
 
@@ -210,6 +212,7 @@ def load_configurations(path: Path | None) -> dict[str, Configuration]:
     if not isinstance(entries, dict):
         raise SettingsError(f"--configurations {path}: a mapping from names is required")
     for name, entry in entries.items():
+        check_name(str(name))
         try:
             table[str(name)] = Configuration.model_validate(entry)
         except ValidationError as error:

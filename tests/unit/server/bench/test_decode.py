@@ -379,3 +379,10 @@ def test_a_number_of_channels_is_a_file_of_so_many(tmp_path: Path) -> None:
     assert with_channels(plain, model_dir, tmp_path) is plain
     with pytest.raises(ValueError, match="stock SGLang has no index"):
         Configuration(index_channels=64)
+
+
+def test_a_name_that_figures_cannot_have_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "more.yaml"
+    path.write_text("My-Setting: {}\n")
+    with pytest.raises(SettingsError, match="name=My-Setting: lower-case letters"):
+        load_configurations(path)
