@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -29,7 +30,11 @@ from typing import Any, NamedTuple
 _FOLDER = "TANDEMKV_LAUNCH_ORDER"
 _TIMED = "tandemkv.cache_rank.protocol.step_ring"
 """The module, which both ranks import, behind whose import calls are timed."""
-_AT_START = "import launch_order\nlaunch_order.time_this_process()\n"
+_AT_START = """\
+import launch_order
+launch_order.time_this_process()
+launch_order.start_as_before()
+"""
 _EVERY = 25
 
 
@@ -88,6 +93,14 @@ def rows_of(processes: Sequence[Sequence[Call]]) -> list[dict[str, Any]]:
 def time_this_process() -> None:
     """Have the calls of this process timed, once it has imported `_TIMED`."""
     sys.meta_path.insert(0, _Finder())
+
+
+def start_as_before() -> None:
+    """Run the `sitecustomize` of this environment, in whose place this module was imported."""
+    paths = [path for path in sys.path if path != os.environ[_FOLDER]]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
