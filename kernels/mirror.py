@@ -25,6 +25,9 @@ from tandemkv.kernels.check import BOOL, FLOAT32, INT8, INT32, INT64, INTS, Dims
 from tandemkv.kernels.dispatch import uses_triton
 from tandemkv.kernels.samples import check_num_samples, sample_weights
 
+MAX_RESIDENT = 32767
+"""Slots of a KV head at most, on a GPU: in its kernel two counts of slots share 32 bits."""
+
 _NUM_COUNTERS = 3
 _WORD_BITS = 32
 _INT64 = torch.iinfo(torch.int64)
@@ -90,7 +93,7 @@ def mirror_diff(
         of a repeated position the first one counts.
     resident_pos : torch.Tensor
         ``[num_reqs, num_kv_heads, num_resident]``, int32. Position in each resident slot, ``-1``
-        if empty. Updated in place. On a GPU at most 32767 slots.
+        if empty. Updated in place. On a GPU at most `MAX_RESIDENT` slots.
     last_used : torch.Tensor
         As `resident_pos`, int32 or int64. Step of the last touch; start it below the first step
         (``-1``). Updated in place.

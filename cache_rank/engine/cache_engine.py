@@ -407,8 +407,7 @@ class CacheEngine:
             num_target=num_target[:batch_size],
             hi=hi[:batch_size],
             lo=0,
-            # A kernel is made for it, and no more than this can be missing.
-            fetch_cap=min(selection.fetch_cap_tokens, selection.num_resident),
+            fetch_cap=selection.fetch_cap_tokens,
             selected_scores=chosen_scores,
             active=active,
             rows=rows,

@@ -74,8 +74,7 @@ def measure(
     lengths = prompt_lengths(num_cold + 1, min(model.max_context, num_slots))
     scratch.seed_prompts(rank, lengths, window=selection.seed_window)
     total = scratch.selection_us(rank, context)
-    cap = min(selection.fetch_cap_tokens, selection.num_resident)
-    transfer = scratch.transfer_us(rank, context, cap=cap)
+    transfer = scratch.transfer_us(rank, context, cap=selection.fetch_cap_tokens)
     scale = batch / scratch.batch
     return SelectionTime(
         scan_us=scale * max(0.0, total - transfer),

@@ -63,7 +63,7 @@ class Side:
         self.has_samples = selection.num_samples > 0
         self.on_gpu = tensors.homes.are_on_gpu
         self.requests = (tensors["step_rows"], tensors["step_lengths"]) if self.on_gpu else None
-        self.most_changes = min(selection.fetch_cap_tokens, width)
+        self.most_changes = selection.fetch_cap_tokens
         self._num_slots = int(self.kv.shape[2])
 
     def wait(self, flag: int, step: int) -> bool:

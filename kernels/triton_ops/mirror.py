@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 
 from tandemkv.kernels.check import check_int, fail
-from tandemkv.kernels.mirror import MirrorScratch
+from tandemkv.kernels.mirror import MAX_RESIDENT, MirrorScratch
 from tandemkv.kernels.triton_ops.chained import follow, is_chained
 from tandemkv.kernels.triton_ops.samples import offsets_of
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
-MAX_RESIDENT = 32767  # two counts of slots share 32 bits
 # With eight warps of 168 registers all kernels of a layer take 194.5 us instead of 193.4 (H200,
 # 8 x 96K, chained), with 16 of 80 194.9. With 128 191.7, but then a program fills a multiprocessor:
 # fewer fit in sooner beside a scan of all keys, and beside two programs of the

@@ -10,6 +10,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +54,7 @@ from .cache_rank_launch import (
 )
 from .child_process import ChildSpec
 from .launcher import CacheRankLaunch, Launcher, LaunchPlan
+from .run_dir_lock import lock_run_dir
 from .sglang_command import cache_rank_argv, cache_rank_env
 from .supervision import LaunchError
 
@@ -170,26 +172,47 @@ def run_far_rank(
     with _loading_at_once():
         settings, model_dir, device = _resolve_far(settings, rank, console)
         homes = one_gpu_homes(far_gpu(device, rank))
-    ours = settings.rank_settings
-    check_shared_gpus(ours.placement)
-    if cache_rank_detail(RunDir(path.absolute())) is None:
-        raise SettingsError(f"run_dir={path}: another cache rank is there; give each its own")
-    door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
-    is_ours, run_dir = settings.run_dir is None, RunDir.create(path)
+    check_shared_gpus(settings.rank_settings.placement)
+    with lock_run_dir(settings.run_dir and path) as lock:
+        if cache_rank_detail(RunDir(path.absolute())) is None:
+            raise SettingsError(f"run_dir={path}: another cache rank is there; give each its own")
+        door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
+        run_dir = RunDir.create(path)
+        pump = PumpThread(FarPump(run_dir, settings.rank_settings, door, rank, homes), run_dir)
+        launch = cache_rank_launch(
+            _alone(settings, model_dir, run_dir), run_dir, (run_dir,), rank,
+            # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it
+            # does on one host.
+            signal.SIGTERM,
+        )  # fmt: skip
+        plan = _far_plan(settings, launch, pump, run_dir, device)
+        plan = replace(plan, lock=lock, banner=f"cache rank at {door.address}")
+        Launcher(plan, console, verbose=verbose).run()
+    if pump.error is not None:
+        raise LaunchError(f"the pump ended, and the K/V with it: {pump.error}") from pump.error
+
+
+def _alone(settings: ServeSettings, model_dir: Path, run_dir: RunDir) -> ServeSettings:
+    """Return what the cache rank reads, of which its settings file is written."""
     alone = settings.model_copy(
         update={
             "model": str(model_dir), "run_dir": run_dir.path, "cache_rank_address": None,
-            "cache_ranks": ours.placement.num_cache_ranks, "link_keys": None,
+            "cache_ranks": settings.rank_settings.placement.num_cache_ranks, "link_keys": None,
             "sglang_args": (),  # may hold a key
         }
     )  # fmt: skip
-    config = run_dir.path / SETTINGS_FILE
-    config.write_text(to_yaml(alone), encoding="utf-8")
-    pump = PumpThread(FarPump(run_dir, ours, door, rank, homes), run_dir)
-    plan = LaunchPlan(
-        # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
-        # one host.
-        cache_ranks=(cache_rank_launch(alone, run_dir, (run_dir,), rank, signal.SIGTERM),),
+    (run_dir.path / SETTINGS_FILE).write_text(to_yaml(alone), encoding="utf-8")
+    return alone
+
+
+def _far_plan(
+    settings: ServeSettings, launch: CacheRankLaunch, pump: PumpThread, run_dir: RunDir,
+    device: str,
+) -> LaunchPlan:  # fmt: skip
+    """Return what `run_far_rank` starts: a cache rank, with a pump in this process."""
+    is_ours = settings.run_dir is None
+    return LaunchPlan(
+        cache_ranks=(launch,),
         meanwhile=MEANWHILE,
         sglang=None,
         rules=restart_rules(settings, device),
@@ -200,11 +223,7 @@ def run_far_rank(
         watched=(*run_dir.made, glob.escape(str(run_dir.path))) if is_ours else (),
         holder=pump.serving,
         is_over=lambda: not pump.is_alive(),  # it ended by itself, and the K/V went with it
-        banner=f"cache rank at {door.address}",
     )
-    Launcher(plan, console, verbose=verbose).run()
-    if pump.error is not None:
-        raise LaunchError(f"the pump ended, and the K/V with it: {pump.error}") from pump.error
 
 
 @contextlib.contextmanager

@@ -9,9 +9,8 @@ import logging
 import os
 import shlex
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,9 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
-from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError, TandemKVError
+from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import FAULTS_VARIABLE, enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import request_status
-from tandemkv.cache_rank.protocol.ipc import take_lock
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.checks.ports import server_url
@@ -54,15 +52,13 @@ from .liveness import Pulse
 from .message_launch import message_launches, with_own_link
 from .nodes import scheduler_pulse, scheduler_state
 from .probes import ServerState, StatusUnavailableError, server_state
+from .run_dir_lock import lock_run_dir
 from .sglang_command import served_name, sglang_argv, sglang_env
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _SGLANG_LOG = "sglang.log"
 _HTTP_TIMEOUT_S = 5.0
-
-_LOCK_WAIT_S, _LOCK_PAUSE_S = 8.0, 0.1
-"""The watchdog of a launch that was killed removes its files for five seconds and a little."""
 
 
 def serve(
@@ -92,43 +88,6 @@ def serve(
             clean_run_dir(run_dir, is_ours=settings.run_dir is None, keep_logs=False)
             raise
         Launcher(replace(plan, lock=lock), console, verbose=verbose).run()
-
-
-@contextmanager
-def lock_run_dir(path: Path | None) -> Iterator[int | None]:
-    """Be the one launch in the run directory `path`, which is made; another may be loading there.
-
-    Yields a descriptor, which the launch's watchdog keeps open until it has removed what a launch
-    left that was killed. None without a path: the directory is a fresh one. Raises `SettingsError`
-    if another launch is there.
-    """
-    if path is None:
-        yield None
-        return
-    file, deadline = RunDir.create(path).path / "launcher", time.monotonic() + _LOCK_WAIT_S
-    while True:
-        try:
-            handle = take_lock(file)
-            if _is_at(handle, Path(f"{file}.lock")):
-                break
-            os.close(handle)  # of a launch that has removed it since: there is another by now
-        except CacheRankError as error:
-            if time.monotonic() > deadline:
-                raise SettingsError(
-                    f"run_dir={path}: another launch is there; stop it or give another --run-dir"
-                ) from error
-            time.sleep(_LOCK_PAUSE_S)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) -> RunDir:

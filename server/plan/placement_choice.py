@@ -19,6 +19,7 @@ from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE, 
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.kernels.mirror import MAX_RESIDENT
 from tandemkv.server.checks.shared_gpus import are_peers
 from tandemkv.server.models.calibrated import with_calibration
 from tandemkv.server.settings.launch_settings import ServeSettings
@@ -33,9 +34,6 @@ from .placement import PlacementKind, possible_placements
 from .shape import ModelShape, shape_of_model
 from .states import with_states
 from .workload import DEFAULT_CHUNK_TOKENS, Workload
-
-MOST_RESIDENT = 32767
-"""Of `kernels.triton_ops.mirror`, in whose kernel two counts of slots share 32 bits."""
 
 _OF_ALL_NODES = (
     "all nodes decide the same, so no profile of a machine is used; what the network adds to each "
@@ -141,11 +139,11 @@ def check_runs_on(settings: ServeSettings, device: str) -> None:
     selection, link = settings.selection, settings.wished_link
     if device == "cpu" or not selection.declared.attends:
         check_device(find_policy(selection.policy), selection.policy, device)
-        if device == "cuda" and selection.num_resident > MOST_RESIDENT:
+        if device == "cuda" and selection.num_resident > MAX_RESIDENT:
             raise SettingsError(
                 f"budget_tokens={selection.budget_tokens}, resident_factor="
                 f"{selection.resident_factor:g}: {selection.num_resident} tokens would be resident "
-                f"for a KV head, and kernels on GPUs keep books of {MOST_RESIDENT} at most; use a "
+                f"for a KV head, and kernels on GPUs keep books of {MAX_RESIDENT} at most; use a "
                 "smaller --budget-tokens or --resident-factor"
             )
         _check_pages(selection, device)

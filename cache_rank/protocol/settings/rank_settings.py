@@ -263,12 +263,13 @@ class SelectionSettings(FrozenModel):
 
     @property
     def fetch_cap_tokens(self) -> int:
-        """Rows fetched per head and step at most."""
-        if self.fetch_cap is not None:
-            return self.fetch_cap
-        if self.declared.has_slow_steps:
-            return max(1, self.budget_tokens)  # it selects seldom, and then all of it
-        return max(1, self.budget_tokens // 2, min(self.budget_tokens, LEAST_FETCH_CAP))
+        """Rows fetched per head and step at most; more than are resident cannot be missing."""
+        cap = self.fetch_cap
+        if cap is None and self.declared.has_slow_steps:
+            cap = max(1, self.budget_tokens)  # it selects seldom, and then all of it
+        elif cap is None:
+            cap = max(1, self.budget_tokens // 2, min(self.budget_tokens, LEAST_FETCH_CAP))
+        return min(cap, self.num_resident)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

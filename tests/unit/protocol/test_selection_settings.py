@@ -64,3 +64,9 @@ def test_what_is_refused_says_what_to_do(given: dict[str, object], message: str)
 )
 def test_rows_fetched_at_most(given: dict[str, object], rows: int) -> None:
     assert resolve_selection(given).fetch_cap_tokens == rows
+
+
+def test_no_more_rows_are_fetched_than_are_resident() -> None:
+    """A kernel is made for that many: 65536 take minutes to compile."""
+    found = resolve_selection({"budget_tokens": 158, "fetch_cap": 65536, "sample_tokens": 0})
+    assert found.fetch_cap_tokens == found.num_resident

@@ -20,6 +20,7 @@ from tandemkv.server.cli.commands import app
 from tandemkv.server.launch import message_launch
 from tandemkv.server.launch.cache_rank_launch import clean_run_dir
 from tandemkv.server.launch.message_launch import message_launches, with_own_link
+from tandemkv.server.launch.run_dir_lock import lock_run_dir
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 _ADDRESS = "tcp://127.0.0.1:7400"
@@ -124,6 +125,14 @@ def test_a_cache_rank_of_another_host_has_to_be_told_where_to_listen(tmp_path: P
     assert "add --address" in " ".join(found.output.split())
 
 
+def _resolves_on_a_cpu(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
+    def resolve(settings: ServeSettings, *_: Any) -> tuple[ServeSettings, Path]:
+        placed = {"placement": settings.placement_on("cpu")}
+        return settings.model_copy(update=placed), model_dir
+
+    monkeypatch.setattr(message_launch, "resolve_cache_rank", resolve)
+
+
 @pytest.mark.parametrize(
     ("rank", "is_taken", "said"),
     [(2, False, "cache ranks 0 to 1"), (1, True, "another cache rank is there")],
@@ -131,11 +140,7 @@ def test_a_cache_rank_of_another_host_has_to_be_told_where_to_listen(tmp_path: P
 def test_a_cache_rank_that_cannot_be_that_one_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, is_taken: bool, said: str
 ) -> None:
-    def resolve(settings: ServeSettings, *_: Any) -> tuple[ServeSettings, Path]:
-        placed = {"placement": settings.placement_on("cpu")}
-        return settings.model_copy(update=placed), tmp_path
-
-    monkeypatch.setattr(message_launch, "resolve_cache_rank", resolve)
+    _resolves_on_a_cpu(monkeypatch, tmp_path)
     if is_taken:
         monkeypatch.setattr(message_launch, "cache_rank_detail", lambda _: None)
     settings = _settings(cache_rank_address=_TWO, link_keys=str(tmp_path / "keys"))
@@ -144,6 +149,21 @@ def test_a_cache_rank_that_cannot_be_that_one_leaves_nothing(
             settings, tmp_path / "run", "tcp://127.0.0.1:0", (), Console(), rank
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_rank_that_is_loading_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing answers there yet; whoever came second would remove its files in the end."""
+    monkeypatch.setattr("tandemkv.server.launch.run_dir_lock._LOCK_WAIT_S", 0.3)
+    _resolves_on_a_cpu(monkeypatch, tmp_path)
+    folder = tmp_path / "run"
+    settings = _settings(
+        cache_rank_address=_TWO, link_keys=str(tmp_path / "keys"), run_dir=str(folder)
+    )
+    with lock_run_dir(folder), pytest.raises(SettingsError, match="another launch is there"):
+        message_launch.run_far_rank(settings, folder, "tcp://127.0.0.1:0", (), Console())
+    assert {path.name for path in folder.iterdir()} == {"token", "launcher.lock"}
 
 
 def test_both_ends_here_have_keys_and_addresses_of_their_own(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from tandemkv.server.launch.cache_rank_launch import (
     clean_run_dir,
 )
 from tandemkv.server.launch.liveness import Pulse
+from tandemkv.server.launch.run_dir_lock import lock_run_dir
 from tandemkv.server.launch.serve import (
     METRICS_VARIABLE,
-    lock_run_dir,
     make_plan,
     prepare_run_dir,
     sglang_folders,
@@ -107,7 +107,7 @@ def test_a_launch_that_is_loading_keeps_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank of it answers yet, and its port is free."""
-    monkeypatch.setattr("tandemkv.server.launch.serve._LOCK_WAIT_S", 0.3)
+    monkeypatch.setattr("tandemkv.server.launch.run_dir_lock._LOCK_WAIT_S", 0.3)
     folder = tmp_path / "run"
     with lock_run_dir(folder):
         with pytest.raises(SettingsError, match="another launch is there"), lock_run_dir(folder):
@@ -133,7 +133,7 @@ def test_a_lock_that_its_launch_removed_is_none(
             Path(f"{path}.lock").unlink()
         return handle
 
-    monkeypatch.setattr("tandemkv.server.launch.serve.take_lock", take)
+    monkeypatch.setattr("tandemkv.server.launch.run_dir_lock.take_lock", take)
     with lock_run_dir(folder) as lock:
         assert len(taken) == 2
         assert os.path.samestat(os.fstat(lock or 0), (folder / "launcher.lock").stat())
