@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.models.model_spec import read_config, read_model_spec
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_config, read_model_spec
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.checks.context_limit import how_to_extend
@@ -56,6 +56,7 @@ _KEYS = (
     "num_sink_tokens", "num_recent_tokens", "sample_tokens", "fetch_cap", "exact_layers",
     "anchors", "share_layers",
 )  # fmt: skip
+_DTYPE = "bfloat16"
 NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_SHAPES))
 _PLACED = ("cache_ranks", "tensor_parallel")
 _PLANNED = {*_PLACED, "calibrated", "cache.kv_dtype", *(f"selection.{key}" for key in _KEYS)}
@@ -119,7 +120,7 @@ def plan(
     ] = DEFAULT_CHUNK_TOKENS,
     dtype: Annotated[
         str, option(r"Weights and K/V. \[bfloat16, float16 or float32]", metavar="CHOICE")
-    ] = ("bfloat16"),
+    ] = _DTYPE,
     measure: Annotated[
         bool,
         option(
@@ -170,12 +171,13 @@ def plan(
     else:
         lines = []
         if choice.chosen is not None:
-            command = _command(model, choice.chosen.placement, load, flags)
+            words = ["--dtype", dtype] if dtype != _DTYPE else []
+            command = _command(model, choice.chosen.placement, load, flags, words)
             lines.append(f"start it with\n  {command}")
         lines += [_BREAK_EVEN.format(**even)] if even else []
         lines += [note] if note else []
         advice = calibration_advice(settings, spec) if choice.chosen is not None else None
-        lines += [*notes, *([] if advice is None else [advice]), *_notes(settings.selection)]
+        lines += [*notes, *([] if advice is None else [advice]), *_notes(settings.selection, spec)]
         if shape.max_context and context > shape.max_context:
             how = how_to_extend(config, context)
             lines.append(_TOO_LONG.format(context=context, limit=shape.max_context, how=how))
@@ -199,10 +201,16 @@ def _break_even(choice: Choice, shape: ModelShape, load: Workload) -> dict[str, 
     }
 
 
-def _notes(selection: SelectionSettings) -> Iterator[str]:
-    """Yield what the predicted times leave out."""
+def _notes(selection: SelectionSettings, spec: ModelSpec) -> Iterator[str]:
+    """Yield what `serve` still lacks, and what the predicted times leave out."""
+    from tandemkv.cache_rank.calibration.format import CalibrationError
+    from tandemkv.cache_rank.calibration.resolve import resolve_calibration
     from tandemkv.cache_rank.policies.registry import find_policy
 
+    try:
+        resolve_calibration(selection, spec, find_policy(selection.policy).capabilities)
+    except CalibrationError as error:
+        yield f"serve refuses it as it is: {error}"
     if not selection.declared.is_captured:
         yield f"decode steps of policy {selection.policy} are not captured: they take longer"
     if find_policy(selection.policy).capabilities.index == "page_bounds":
@@ -284,7 +292,10 @@ def _calibrated(
     return with_calibration(settings, spec, progress)
 
 
-def _command(model: str, placement: Placement, load: Workload, flags: dict[str, Sourced]) -> str:
+def _command(
+    model: str, placement: Placement, load: Workload, flags: dict[str, Sourced],
+    more: Sequence[str],
+) -> str:  # fmt: skip
     """Return the command that serves `load` in `placement`; what was given is given again."""
     words = ["tandemkv", "serve", "/path/to/model" if model.lower() in BUILT_IN_SHAPES else model]
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
@@ -299,7 +310,7 @@ def _command(model: str, placement: Placement, load: Workload, flags: dict[str, 
             words += ["--set", f"{source.removeprefix('--set ')}={value}"]
         else:
             words += _flag(source, value)
-    return shlex.join(words)
+    return shlex.join([*words, *more])
 
 
 def _flag(name: str, value: object) -> list[str]:

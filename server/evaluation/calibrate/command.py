@@ -102,6 +102,10 @@ class Request:
             raise SettingsError(
                 "out: --policy and --index-channels make a file that you name; give --out FILE"
             )
+        if self.out is not None and not self.out.parent.is_dir():
+            raise SettingsError(
+                f"out={self.out}: there is no folder {self.out.parent}; make it, or name another"
+            )
         if self.out is not None and self.is_for_serve:
             raise SettingsError(
                 "out goes with --policy or --index-channels: without them files are kept where "

@@ -326,3 +326,9 @@ def test_sync_kv_measures_the_mean_over_texts() -> None:
     found = measure.result(2)
     assert found.clusters == ((0, 0, 1),)
     assert found.representatives[0][1] == 2
+
+
+def test_a_folder_that_is_not_there_is_named_before_the_model_runs(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "file.json"
+    with pytest.raises(SettingsError, match=f"there is no folder {out.parent}; make it"):
+        Request(model="smollm2", policy="kascade", out=out)

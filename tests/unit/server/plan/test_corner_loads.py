@@ -59,3 +59,21 @@ def test_the_command_has_the_chunk_that_was_planned_with(runner: CliRunner) -> N
     for more, is_named in ([], False), (["--chunked-prefill-size", "2048"], True):
         found = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "16k", *more])
         assert ("--chunked-prefill-size 2048" in " ".join(found.output.split())) is is_named
+
+
+def test_the_command_has_the_dtype_that_was_planned_with(runner: CliRunner) -> None:
+    for more, is_named in ([], False), (["--dtype", "float16"], True):
+        found = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "16k", *more])
+        assert ("--dtype float16" in " ".join(found.output.split())) is is_named
+
+
+@pytest.mark.parametrize(
+    ("model", "is_shipped"), [("smollm2", True), ("qwen3-8b", False), ("qwen3-30b-a3b", False)]
+)
+def test_a_file_that_serve_will_ask_for_is_named(
+    runner: CliRunner, model: str, is_shipped: bool
+) -> None:
+    words = ["plan", "--model", model, "--context", "4k", "--policy", "sync_kv"]
+    output = " ".join(runner.invoke(app, words).output.split())
+    needs = "serve refuses it as it is: policy=sync_kv: no calibration is shipped for this model"
+    assert (needs in output) is not is_shipped
