@@ -150,7 +150,7 @@ def cache_rank_pulse(run_dirs: Sequence[RunDir], pid: int) -> Pulse:
     Raises `CacheRankError` if it is `pid`, and does not answer.
     """
     if server_pid(run_dirs[0].heartbeat_socket) not in (None, pid):
-        return Pulse(is_ready=True, stalled_s=0.0)  # it waits: nothing is asked of it
+        return Pulse(is_ready=True, stalled_s=0.0, waits=True)  # nothing is asked of it
     replies = [request_status(each.heartbeat_socket, PULSE_TIMEOUT_S) for each in run_dirs]
     return Pulse(is_ready=True, stalled_s=max(reply.values["stalled_s"] for reply in replies))
 

@@ -239,8 +239,28 @@ class Launcher:
             rank.liveness.start()
         while not self._is_asked_to_stop():
             for rank in self._ranks():
-                rank.keep()
+                try:
+                    rank.keep()
+                except LaunchError as error:
+                    self._go_on_without(rank, error)
             self._pause(_TICK_S)
+
+    def _go_on_without(self, rank: SupervisedRank, error: LaunchError) -> None:
+        """Keep a rank no longer, of which there is a second one that is up; else raise `error`."""
+        for ranks, others in (
+            (self._standbys, self._cache_ranks), (self._cache_ranks, self._standbys),
+        ):  # fmt: skip
+            other = others[ranks.index(rank)] if rank in ranks else None
+            if other is not None and other.is_up:
+                ranks[ranks.index(rank)] = None
+                rank.liveness.stop()
+                name = other.child.spec.name
+                self._console.print(
+                    f"[red]no more restarts[/]: {escape(str(error))}\n{name} goes on alone",
+                    soft_wrap=True,
+                )
+                return
+        raise error
 
     def _is_asked_to_stop(self) -> bool:
         return bool(self._signals) or self._plan.is_over() or self._has_ended_elsewhere()

@@ -16,10 +16,14 @@ _LONGEST_TURN_S = 15.0
 
 
 class Pulse(NamedTuple):
-    """What a rank says: whether it is ready, and how long its work has not moved."""
+    """What a rank says: whether it is ready, and how long its work has not moved.
+
+    `waits`: another serves, whose place it will take.
+    """
 
     is_ready: bool
     stalled_s: float
+    waits: bool = False
 
 
 class Liveness:
@@ -41,6 +45,7 @@ class Liveness:
         """Forget what was known: the rank is started now, and not judged before it was ready."""
         with self._lock:
             self._was_ready, self._answered = False, time.monotonic()
+            self._waits = False
             self._stalled_s, self._reason = 0.0, ""
             self._generation += 1
 
@@ -63,6 +68,11 @@ class Liveness:
     def was_ready(self) -> bool:
         """Whether the rank has been ready since it was started."""
         return self._was_ready
+
+    @property
+    def waits(self) -> bool:
+        """Whether another served when it was asked last."""
+        return self._waits
 
     def hangs(self, timeout_s: float) -> str | None:
         """Return why the rank counts as hung, None if it does not."""
@@ -99,5 +109,5 @@ class Liveness:
             if slept:
                 self._answered = now
             return
-        self._answered, self._stalled_s = now, pulse.stalled_s
+        self._answered, self._stalled_s, self._waits = now, pulse.stalled_s, pulse.waits
         self._was_ready = self._was_ready or pulse.is_ready

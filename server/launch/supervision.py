@@ -38,7 +38,8 @@ class RestartRules:
     """When a rank is ended, and how often it is started again.
 
     `max_restarts` is for `WINDOW_S`. A rank that is not ready `start_timeout_s` after a restart
-    counts as hung. Each restart of one that never was ready waits twice as long as the one before.
+    counts as hung. Each restart of one that never was ready, or that only waited for another to
+    end, comes after twice the pause of the one before.
     """
 
     hang_timeout_s: float
@@ -87,6 +88,12 @@ class SupervisedRank:
         self.child.start()
         self._started = time.monotonic()
         self._watchdog.watch(self.child.pid)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it runs, and is ready or may take the place of another."""
+        is_running = self._restart_at is None and self.child.exit_status() is None
+        return is_running and self.liveness.was_ready
 
     def end_group(self) -> None:
         """End what is left of it, and remove its shared memory."""
@@ -161,7 +168,10 @@ class SupervisedRank:
                 f"{WINDOW_S / 60:g} minutes, allowed are {allowed} (--max-restarts)\n"
                 f"{tail(self.child)}"
             )
-        if self.liveness.was_ready:  # requests wait for it; `max_restarts` bounds how often
+        # Where requests wait for it `max_restarts` alone bounds how often.
+        has_served = self.liveness.was_ready and not self.liveness.waits
+        lived_s = now - self._started
+        if has_served or (self.liveness.was_ready and lived_s > _LONGEST_BACKOFF_S):
             self._backoff_s = self._rules.first_backoff_s
         self._restarts.append(now)
         self._say(

@@ -57,10 +57,12 @@ def main() -> None:
     def cache_rank(name: str) -> CacheRankLaunch:
         return CacheRankLaunch(
             spec=spec(name, root, cache_mode),
+            standby=spec("standby", root, cache_mode) if has_standby else None,
             detail=lambda: up(name),
             pulse=lambda _: pulse(name),
         )
 
+    has_standby = Path(directory, "has-standby").exists()
     # Of two tensor-parallel ranks each has one.
     names = ("cache", "second") if Path(directory, "two").exists() else ("cache",)
 

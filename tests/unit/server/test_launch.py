@@ -283,6 +283,26 @@ def test_too_many_restarts_end_the_launch(launch: Callable[..., Launched], name:
     assert_all_gone(launched.pids())
 
 
+@pytest.mark.parametrize(("name", "other"), [("standby", "cache"), ("cache", "standby")])
+def test_one_of_two_cache_ranks_goes_on_alone(
+    launch: Callable[..., Launched], tmp_path: Path, name: str, other: str
+) -> None:
+    """The server does not end with what only waits to be needed."""
+    (tmp_path / "has-standby").touch()
+    launched = launch("serve", "serve")
+    launched.wait_for("READY")
+    for count in (1, 2, 3):
+        eventually(lambda count=count: len(launched.pids(name)) == count, launched.text)
+        os.kill(launched.pids(name)[-1], signal.SIGKILL)
+    launched.wait_for(f"{other} goes on alone")
+    assert f"no more restarts: {name} ended: signal SIGKILL; it was started" in launched.text()
+    os.kill(launched.pids(other)[0], signal.SIGKILL)
+    launched.wait_for(f"{other} ready again")  # it is kept as before
+    launched.process.terminate()
+    assert launched.wait() == 0
+    assert_all_gone(launched.pids())
+
+
 def test_sglang_may_finish_and_the_cache_rank_ends_last(
     launch: Callable[..., Launched], tmp_path: Path
 ) -> None:

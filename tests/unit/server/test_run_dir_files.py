@@ -217,7 +217,7 @@ def test_a_standby_is_a_second_cache_rank_that_is_asked_for_nothing(
     )
     try:
         assert rank.pulse(os.getpid()).stalled_s == 9.0
-        assert rank.pulse(1) == Pulse(is_ready=True, stalled_s=0.0)
+        assert rank.pulse(1) == Pulse(is_ready=True, stalled_s=0.0, waits=True)
     finally:
         server.close()
 

@@ -37,11 +37,14 @@ class EndingChild:
         """Nothing is left of it."""
 
 
-def lives(*, is_ready: bool, count: int) -> list[str]:
-    """Let a rank end `count` times, ready before or not; return what is said of each restart."""
+def lives(*, is_ready: bool, count: int, waits: bool = False) -> list[str]:
+    """Let a rank end `count` times, ready before or not; return what is said of each restart.
+
+    `waits`: another serves all the time.
+    """
     child, said = EndingChild(), io.StringIO()
     watchdog = SimpleNamespace(watch=lambda _: None, forget=lambda _: None)
-    liveness = Liveness(lambda: Pulse(is_ready=is_ready, stalled_s=0.0))
+    liveness = Liveness(lambda: Pulse(is_ready=is_ready, stalled_s=0.0, waits=waits), 0.001)
     rules = RestartRules(
         hang_timeout_s=1.0, start_timeout_s=1.0, max_restarts=count, first_backoff_s=FIRST_S
     )
@@ -50,9 +53,13 @@ def lives(*, is_ready: bool, count: int) -> list[str]:
         cast(Any, child), cast(Any, watchdog), liveness, rules, console, meanwhile="requests wait"
     )
     rank.start()
+    if waits:
+        liveness.start()
     while child.starts <= count:
-        if is_ready:
+        if is_ready and not waits:
             liveness.note_ready()
+        while waits and not liveness.waits:  # a moment: it is asked all the time
+            time.sleep(FIRST_S / 10)
         rank.keep()
         time.sleep(FIRST_S / 10)
     with pytest.raises(LaunchError, match=f"started again {count} times .*--max-restarts"):
@@ -63,6 +70,11 @@ def lives(*, is_ready: bool, count: int) -> list[str]:
 
 def test_one_that_was_ready_is_started_again_without_delay() -> None:
     assert lives(is_ready=True, count=4) == ["0.01"] * 4
+
+
+def test_one_that_only_waits_for_another_waits_longer_each_time() -> None:
+    """It fails while it loads, perhaps, and nobody misses it."""
+    assert lives(is_ready=True, waits=True, count=4) == ["0.01", "0.02", "0.04", "0.08"]
 
 
 def test_one_that_does_not_become_ready_waits_longer_each_time() -> None:
