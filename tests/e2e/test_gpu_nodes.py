@@ -54,6 +54,8 @@ _SETTINGS = {
     "sglang_args": ["--sampling-backend", "pytorch", "--grammar-backend", "none"],
 }
 _READY_S = 600.0
+_LONG = 256 if DEVICE == "cuda" else 64
+"""Tokens of an answer in the middle of which a process is killed."""
 _GPUS_APART = 2 if is_on_one_device() else 4
 
 
@@ -132,12 +134,12 @@ def test_requests_go_on_where_a_cache_rank_of_one_node_was_killed(
     if not num_cache_ranks:
         pytest.skip("without cache ranks none is killed")
     longest = sorted(prompts, key=len)[-1:]
-    want = run(both.server, longest, new_tokens=256, at_once=1)
+    flush(both.server)  # the prompt is computed alike: chunks round otherwise than prefixes
+    want = run(both.server, longest, new_tokens=_LONG, at_once=1)
     flush(both.server)
-    found = killed_while(
-        both.server, longest, both.server.cache_rank_pid(), new_tokens=256, at_once=1
-    )
-    check(agreement(found, want), "killed")
+    pid = both.server.cache_rank_pid()
+    found = killed_while(both.server, longest, pid, new_tokens=_LONG, at_once=1)
+    assert [answer["ids"] for answer in found] == [answer["ids"] for answer in want]
     assert values(both.server)["pauses_total"] == 1
 
 
