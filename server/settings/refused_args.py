@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's arguments and variables that contradict tandemkv, each with the reason.
+"""SGLang's arguments and variables that contradict tandemkv, by the reason.
 
 Names are those of every version that is taken; `tests/unit/server/test_sglang_args.py` compares
 them with the parser of the installed one.
@@ -7,150 +7,119 @@ them with the parser of the installed one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 _DRAFT_MODEL = (
     "drafts of a model (EAGLE, MTP) are not supported, as docs/models.md says; NGRAM is, by "
     "--speculative-algorithm, --speculative-num-draft-tokens and --speculative-ngram-…"
 )
 _PAST_INDEX = "tokens are selected from a key index, and K/V that it brings back are not in there"
 _PAST_EDGE = "its requests would not pass the checks of the HTTP server"
-_NO_KEY = "it opens a port on which nobody needs a key"
 _PREFILL_GRAPHS = "sets of prompts are filled outside of graphs"
-_OWN_LAYOUT = "tandemkv has its own KV layout"
-_OWN_BACKEND = "tandemkv is the attention backend"
-_PAST_BACKEND = "it decodes past the attention backend"
 _NOT_WHOLE = "what a layer gets would be a part of the batch, and queries are predicted for all"
-_NOT_READ = "a layer's residual stream could not be read"
 _OFFLOADED = "a layer of which weights are elsewhere cannot be hooked"
 _FIXED_WEIGHTS = "weights are read from files, once, and the routes that change them are closed"
 _FIXED_RANKS = "ranks do not change while a server runs"
-_NO_SESSIONS = "sessions are not served"
 _NO_DISAGGREGATION = "disaggregation is not supported"
-_DIST_INIT = "use --dist-init-addr of tandemkv, with --nnodes"
-_TENSOR_PARALLEL = "use --tp of tandemkv"
-_NO_PIPELINE = "pipeline parallelism is not available in this version"
-_NO_DATA_PARALLEL = "data parallelism is not available in this version"
 _NO_CONTEXT_PARALLEL = "context parallelism is not available in this version; use --tp"
+
+
+def _each(names_by_reason: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason of each name."""
+    return {name: why for why, names in names_by_reason.items() for name in names.split()}
+
 
 _SAME_FLAG = (
     "--host", "--port", "--device", "--dtype", "--max-running-requests", "--chunked-prefill-size",
     "--kv-cache-dtype", "--nnodes", "--node-rank", "--max-queued-requests",
 )  # fmt: skip
-REFUSED = {name: f"use {name} of tandemkv" for name in _SAME_FLAG} | {
+_REFUSED = {
     # What tandemkv gives SGLang itself.
-    "--model-path": "give the model as the argument MODEL",
-    "--model": "give the model as the argument MODEL",
-    "--context-length": "use --max-context of tandemkv",
-    "--max-total-tokens": "use --cache-tokens of tandemkv",
-    "--tp-size": _TENSOR_PARALLEL,
-    "--tensor-parallel-size": _TENSOR_PARALLEL,
-    "--dist-init-addr": _DIST_INIT,
-    "--nccl-init-addr": _DIST_INIT,
-    "--config": "a second configuration file could undo these checks; pass the arguments singly",
-    "--decrypted-config-file": "the cache rank reads config.json of the model",
-    "--attention-backend": _OWN_BACKEND,
-    "--decode-attention-backend": _OWN_BACKEND,
-    "--prefill-attention-backend": _OWN_BACKEND,
-    "--cuda-graph-config": "tandemkv captures decode steps alone; use the flags for each setting",
-    "--cuda-graph-backend-decode": "full graphs, or --disable-decode-cuda-graph for none",
-    "--enforce-piecewise-cuda-graph": _PREFILL_GRAPHS,
-    "--enable-breakable-cuda-graph": _PREFILL_GRAPHS,
-    "--base-gpu-id": "name the GPUs in CUDA_VISIBLE_DEVICES",
-    "--gpu-id-step": "name the GPUs in CUDA_VISIBLE_DEVICES",
+    "give the model as the argument MODEL": "--model-path --model",
+    "use --max-context of tandemkv": "--context-length",
+    "use --cache-tokens of tandemkv": "--max-total-tokens",
+    "use --tp of tandemkv": "--tp-size --tensor-parallel-size",
+    "use --dist-init-addr of tandemkv, with --nnodes": "--dist-init-addr --nccl-init-addr",
+    "a second configuration file could undo these checks; pass the arguments singly": "--config",
+    "the cache rank reads config.json of the model": "--decrypted-config-file",
+    "tandemkv is the attention backend": "--attention-backend --decode-attention-backend "
+    "--prefill-attention-backend",
+    "tandemkv captures decode steps alone; use the flags for each setting": "--cuda-graph-config",
+    "full graphs, or --disable-decode-cuda-graph for none": "--cuda-graph-backend-decode",
+    _PREFILL_GRAPHS: "--enforce-piecewise-cuda-graph --enable-breakable-cuda-graph",
+    "name the GPUs in CUDA_VISIBLE_DEVICES": "--base-gpu-id --gpu-id-step",
     # Doors beside the HTTP server, keys that others see, code in requests.
-    "--api-key": "it would be seen in command lines and logs; use --api-key-file of tandemkv",
-    "--admin-api-key": "it would be seen in command lines; use --admin-key-file of tandemkv",
-    "--smg-grpc-mode": "only the HTTP server is supported",
-    "--grpc-mode": "only the HTTP server is supported",
-    "--grpc-port": _PAST_EDGE,
-    "--sidecar": _PAST_EDGE,
-    "--sidecar-args": _PAST_EDGE,
-    "--kv-events-config": "it publishes tokens of prompts on a port on which nobody needs a key",
-    "--forward-pass-metrics-ipc-name": _NO_KEY,
-    "--load-publish-endpoint": _NO_KEY,
-    "--gated-launch-port": _NO_KEY,
-    "--engine-info-bootstrap-port": _NO_KEY,
-    "--enable-http2": "the checks of requests are made for uvicorn",
-    "--fastapi-root-path": "the checks of requests go by the path as it comes",
-    "--enable-custom-logit-processor": "requests would carry pickled code",
-    "--use-ray": "ray is not supported",
+    "it would be seen in command lines and logs; use --api-key-file of tandemkv": "--api-key",
+    "it would be seen in command lines; use --admin-key-file of tandemkv": "--admin-api-key",
+    "only the HTTP server is supported": "--smg-grpc-mode --grpc-mode",
+    _PAST_EDGE: "--grpc-port --sidecar --sidecar-args",
+    "it publishes tokens of prompts on a port on which nobody needs a key": "--kv-events-config",
+    "it opens a port on which nobody needs a key": "--forward-pass-metrics-ipc-name "
+    "--load-publish-endpoint --gated-launch-port --engine-info-bootstrap-port",
+    "the checks of requests are made for uvicorn": "--enable-http2",
+    "the checks of requests go by the path as it comes": "--fastapi-root-path",
+    "requests would carry pickled code": "--enable-custom-logit-processor",
+    "ray is not supported": "--use-ray",
     # K/V that are elsewhere, or laid out otherwise.
-    "--enable-hierarchical-cache": _PAST_INDEX,
-    "--enable-hicache": _PAST_INDEX,
-    "--enable-hisparse": "the resident set is tandemkv's own",
-    "--enable-lmcache": _PAST_INDEX,
-    "--enable-flexkv": _PAST_INDEX,
-    "--enable-unified-cache-external-linker": _PAST_INDEX,
-    "--radix-cache-backend": _PAST_INDEX,
-    "--enable-page-major-kv-layout": _OWN_LAYOUT,
-    "--enable-unified-memory": "tandemkv has its own KV pool",
-    "--enable-kv-cache-sharding": _OWN_LAYOUT,
-    "--enable-memory-saver": "the routes that release memory are closed",
-    "--enable-weights-cpu-backup": "the routes that release memory are closed",
-    "--prefill-only-disable-kv-cache": "there would be no KV to keep",
-    "--enable-streaming-session": _NO_SESSIONS,
-    "--enable-session-radix-cache": _NO_SESSIONS,
+    _PAST_INDEX: "--enable-hierarchical-cache --enable-hicache --enable-lmcache --enable-flexkv "
+    "--enable-unified-cache-external-linker --radix-cache-backend",
+    "the resident set is tandemkv's own": "--enable-hisparse",
+    "tandemkv has its own KV layout": "--enable-page-major-kv-layout --enable-kv-cache-sharding",
+    "tandemkv has its own KV pool": "--enable-unified-memory",
+    "the routes that release memory are closed": "--enable-memory-saver "
+    "--enable-weights-cpu-backup",
+    "there would be no KV to keep": "--prefill-only-disable-kv-cache",
+    "sessions are not served": "--enable-streaming-session --enable-session-radix-cache",
     # Passes in which a layer is not called, or not with all of the batch.
-    "--enable-mixed-chunk": "prefill and decode in one step are not supported",
-    "--enable-pdmux": "prefill-decode multiplexing is not supported",
-    "--enable-nvidia-megakernel": _PAST_BACKEND,
-    "--enable-amd-monokernel": _PAST_BACKEND,
-    "--monokernel-backend": _PAST_BACKEND,
-    "--enable-two-batch-overlap": _NOT_READ,
-    "--enable-layernorm-sp": _NOT_WHOLE,
-    "--moe-dense-tp-size": _NOT_WHOLE,
-    "--enable-waterfill": _NOT_WHOLE,
-    "--enable-prefill-cp": _NO_CONTEXT_PARALLEL,
-    "--enable-prefill-context-parallel": _NO_CONTEXT_PARALLEL,
-    "--enable-dsa-prefill-context-parallel": _NO_CONTEXT_PARALLEL,
-    "--enable-nsa-prefill-context-parallel": _NO_CONTEXT_PARALLEL,
+    "prefill and decode in one step are not supported": "--enable-mixed-chunk",
+    "prefill-decode multiplexing is not supported": "--enable-pdmux",
+    "it decodes past the attention backend": "--enable-nvidia-megakernel --enable-amd-monokernel "
+    "--monokernel-backend",
+    "a layer's residual stream could not be read": "--enable-two-batch-overlap",
+    _NOT_WHOLE: "--enable-layernorm-sp --moe-dense-tp-size --enable-waterfill",
+    _NO_CONTEXT_PARALLEL: "--enable-prefill-cp --enable-prefill-context-parallel "
+    "--enable-dsa-prefill-context-parallel --enable-nsa-prefill-context-parallel",
     # Weights that change, or go.
-    "--cpu-offload-gb": _OFFLOADED,
-    "--delete-ckpt-after-loading": "a rank that is started again reads the model again",
-    "--checkpoint-engine-wait-weights-before-ready": _FIXED_WEIGHTS,
-    "--modelexpress-config": _FIXED_WEIGHTS,
-    "--max-ep-size": _FIXED_RANKS,
-    "--enable-elastic-expert-backup": _FIXED_RANKS,
+    _OFFLOADED: "--cpu-offload-gb",
+    "a rank that is started again reads the model again": "--delete-ckpt-after-loading",
+    _FIXED_WEIGHTS: "--checkpoint-engine-wait-weights-before-ready --modelexpress-config",
+    _FIXED_RANKS: "--max-ep-size --enable-elastic-expert-backup",
     # What is not served.
-    "--language-only": _NO_DISAGGREGATION,
-    "--enable-multimodal": "models are served for text",
-    "--is-embedding": "models are served for text",
-    "--debug-tensor-dump-input-file": "SGLang ends itself behind the first request",
+    _NO_DISAGGREGATION: "--language-only",
+    "models are served for text": "--enable-multimodal --is-embedding",
+    "SGLang ends itself behind the first request": "--debug-tensor-dump-input-file",
 }
-FAMILIES = {
-    "--hicache-": f"HiCache is not supported: {_PAST_INDEX}",
-    "--disaggregation-": "prefill-decode disaggregation is not supported",
-    "--encoder-": _NO_DISAGGREGATION,
-    "--speculative-": _DRAFT_MODEL,
-    "--decoupled-spec-": _DRAFT_MODEL,
-    "--kv-canary": "the KV canary reads a pool that tandemkv does not have",
-    "--ssl-": "readiness is asked over HTTP; put what speaks TLS before the server",
-    "--dllm-": "diffusion language models are not supported",
-    "--enable-torch-compile": "a compiler does not see what is selected beside the model",
-    "--offload-": _OFFLOADED,
-    "--elastic-ep-": _FIXED_RANKS,
-    "--remote-instance-weight-loader-": _FIXED_WEIGHTS,
-    "--weight-cache-": _FIXED_WEIGHTS,
-}
+REFUSED = {name: f"use {name} of tandemkv" for name in _SAME_FLAG} | _each(_REFUSED)
+FAMILIES = _each(
+    {
+        f"HiCache is not supported: {_PAST_INDEX}": "--hicache-",
+        "prefill-decode disaggregation is not supported": "--disaggregation-",
+        _NO_DISAGGREGATION: "--encoder-",
+        _DRAFT_MODEL: "--speculative- --decoupled-spec-",
+        "the KV canary reads a pool that tandemkv does not have": "--kv-canary",
+        "readiness is asked over HTTP; put what speaks TLS before the server": "--ssl-",
+        "diffusion language models are not supported": "--dllm-",
+        "a compiler does not see what is selected beside the model": "--enable-torch-compile",
+        _OFFLOADED: "--offload-",
+        _FIXED_RANKS: "--elastic-ep-",
+        _FIXED_WEIGHTS: "--remote-instance-weight-loader- --weight-cache-",
+    }
+)
 ALLOWED = ("--speculative-algorithm", "--speculative-num-draft-tokens")
 ALLOWED_FAMILY = "--speculative-ngram-"
 """Of those families; `check_speculation` refuses what they do not go with."""
-ONLY = {
+_ONE = {
+    "pipeline parallelism is not available in this version": "--pp-size --pipeline-parallel-size",
+    "data parallelism is not available in this version": "--dp-size --data-parallel-size "
+    "--attn-dp-size --attention-data-parallel-size --moe-dp-size --moe-data-parallel-size "
+    "--dwdp-size",
+    _NO_CONTEXT_PARALLEL: "--attn-cp-size --attention-context-parallel-size --dcp-size "
+    "--decode-context-parallel-size",
+    "requests are checked in one HTTP process": "--tokenizer-worker-num",
+}
+ONLY = {name: ("1", why) for name, why in _each(_ONE).items()} | {
     "--speculative-algorithm": ("NGRAM", _DRAFT_MODEL),
-    "--pp-size": ("1", _NO_PIPELINE),
-    "--pipeline-parallel-size": ("1", _NO_PIPELINE),
-    "--dp-size": ("1", _NO_DATA_PARALLEL),
-    "--data-parallel-size": ("1", _NO_DATA_PARALLEL),
-    "--attn-dp-size": ("1", _NO_DATA_PARALLEL),
-    "--attention-data-parallel-size": ("1", _NO_DATA_PARALLEL),
-    "--moe-dp-size": ("1", _NO_DATA_PARALLEL),
-    "--moe-data-parallel-size": ("1", _NO_DATA_PARALLEL),
-    "--dwdp-size": ("1", _NO_DATA_PARALLEL),
-    "--attn-cp-size": ("1", _NO_CONTEXT_PARALLEL),
-    "--attention-context-parallel-size": ("1", _NO_CONTEXT_PARALLEL),
-    "--dcp-size": ("1", _NO_CONTEXT_PARALLEL),
-    "--decode-context-parallel-size": ("1", _NO_CONTEXT_PARALLEL),
     "--moe-a2a-backend": ("none", _NOT_WHOLE),
-    "--tokenizer-worker-num": ("1", "requests are checked in one HTTP process"),
     "--startup-weight-load-mode": ("serial", _FIXED_WEIGHTS),
     "--cuda-graph-backend-prefill": ("disabled", _PREFILL_GRAPHS),
 }
