@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from .settings import EdgeSettings
 
+_BYTES_PER_TOKEN = 16
+"""Default of max_prompt_bytes per token of context. Prose has about four bytes a token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
@@ -20,7 +23,7 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the checks of a request compare with."""
+    """What the checks of a request compare with; its methods are bounds of `values.Bound`."""
 
     settings: EdgeSettings
     vocab_size: int
@@ -40,16 +43,43 @@ class Limits:
     """Of a server with LoRA; else None."""
 
     @property
-    def prompt_bytes(self) -> int:
-        """Longest prompt in bytes of UTF-8."""
-        return self.settings.prompt_bytes(self.context_tokens)
-
-    @property
     def body_bytes(self) -> int:
         """Longest body in bytes."""
-        return self.settings.body_bytes(self.context_tokens)
+        return self.settings.max_body_bytes or 2 * self.prompt_bytes() + (1 << 20)
 
     @property
     def max_admitted(self) -> int:
         """Completions that run or wait, together."""
         return self.max_running_requests + self.settings.max_queued_requests
+
+    def prompt_bytes(self) -> int:
+        """Longest prompt in bytes of UTF-8."""
+        return self.settings.max_prompt_bytes or _BYTES_PER_TOKEN * self.context_tokens
+
+    def context(self) -> int:
+        """Tokens of a context."""
+        return self.context_tokens
+
+    def most_completions(self) -> int:
+        """Completions of one request."""
+        return min(self.settings.max_n, self.max_admitted)
+
+    def most_logprobs(self) -> int:
+        """Alternatives per token."""
+        return min(self.settings.max_logprobs, self.vocab_size)
+
+    def last_token_id(self) -> int:
+        """Return the greatest token id."""
+        return self.vocab_size - 1
+
+    def most_stops(self) -> int:
+        """Stop strings, and stop tokens."""
+        return self.settings.max_stops
+
+    def stop_bytes(self) -> int:
+        """Bytes of a stop string."""
+        return self.settings.max_stop_bytes
+
+    def grammar_bytes(self) -> int:
+        """Bytes of a schema, an expression or a grammar."""
+        return self.settings.max_grammar_bytes

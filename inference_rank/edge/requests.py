@@ -12,16 +12,7 @@ from typing import Any
 from .adapters import lora_path, model_and_adapter
 from .limits import Limits
 from .refusal import RequestRefusedError, shown
-from .sampling import (
-    EVALUATION_SAMPLING,
-    NATIVE_SAMPLING,
-    SAMPLING,
-    SEED,
-    context,
-    last_token_id,
-    most_completions,
-    most_logprobs,
-)
+from .sampling import EVALUATION_SAMPLING, NATIVE_SAMPLING, SAMPLING, SEED
 from .schemas import response_format, tools
 from .values import (
     Check,
@@ -55,13 +46,7 @@ _WITHOUT_EFFECT = (
 _OFF: dict[str, Check] = dict.fromkeys(
     ("return_hidden_states", "return_routed_experts"), only(False)
 )
-
-
-def _prompt_bytes(limits: Limits) -> int:
-    return limits.prompt_bytes
-
-
-_TEXT = string(_prompt_bytes, least=1)
+_TEXT = string(Limits.prompt_bytes, least=1)
 _MODEL = string(1024)
 _STREAM_OPTIONS = mapping(
     1024,
@@ -75,7 +60,7 @@ def _prompt(name: str, value: Any, limits: Limits) -> None:
         _TEXT(name, value, limits)
     elif isinstance(value, list) and value and isinstance(value[0], (str, list)):
         part = _TEXT if isinstance(value[0], str) else token_ids
-        list_of(part, most_completions, least=1)(name, value, limits)
+        list_of(part, Limits.most_completions, least=1)(name, value, limits)
     else:
         token_ids(name, value, limits)
 
@@ -84,8 +69,8 @@ _OPENAI: dict[str, Check] = {
     **SAMPLING,
     **_OFF,
     "model": _MODEL,
-    "max_tokens": integer(1, context),
-    "min_tokens": integer(0, context),
+    "max_tokens": integer(1, Limits.context),
+    "min_tokens": integer(0, Limits.context),
     "seed": SEED,
     "stream": boolean,
     "stream_options": _STREAM_OPTIONS,
@@ -100,20 +85,17 @@ _COMPLETION: dict[str, Check] = {
     "prompt": _prompt,
     "suffix": _TEXT,
     "echo": boolean,
-    "best_of": integer(1, most_completions),
-    "logprobs": integer(0, most_logprobs),
+    "best_of": integer(1, Limits.most_completions),
+    "logprobs": integer(0, Limits.most_logprobs),
 }
-_CONTENT_PART: dict[str, Check] = {"type": only("text"), "text": string(_prompt_bytes)}
+_CONTENT_PART: dict[str, Check] = {"type": only("text"), "text": string(Limits.prompt_bytes)}
 _FOR_TEXT = "this server serves its model for text; images, video and audio are not accepted"
-_FUNCTION: dict[str, Check] = {
-    "name": _SHORT,
-    "arguments": string(_prompt_bytes),
-}
+_FUNCTION: dict[str, Check] = {"name": _SHORT, "arguments": string(Limits.prompt_bytes)}
 _TOOL_CALL: dict[str, Check] = {
     "id": _SHORT,
     "index": integer(0, 1 << 20),
     "type": only("function"),
-    "function": mapping(_prompt_bytes, _FUNCTION),
+    "function": mapping(Limits.prompt_bytes, _FUNCTION),
 }
 _MOST_MESSAGES, _MOST_CALLS = 4096, 256
 _DEFAULT_NEW_TOKENS = 128  # SGLang's
@@ -130,11 +112,11 @@ def _content_part(name: str, value: Any, limits: Limits) -> None:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "text":  # before its own fields are
         _not_text(f"{name}.type", kind, limits)
-    mapping(_prompt_bytes, _CONTENT_PART)(name, value, limits)
+    mapping(Limits.prompt_bytes, _CONTENT_PART)(name, value, limits)
 
 
 def _content(name: str, value: Any, limits: Limits) -> None:
-    part = string(_prompt_bytes)
+    part = string(Limits.prompt_bytes)
     if isinstance(value, list):
         part = list_of(_content_part, _MOST_MESSAGES)
     part(name, value, limits)
@@ -145,8 +127,8 @@ _MESSAGE: dict[str, Check] = {
     "content": _content,
     "name": _SHORT,
     "tool_call_id": _SHORT,
-    "reasoning_content": string(_prompt_bytes),
-    "tool_calls": list_of(mapping(_prompt_bytes, _TOOL_CALL), _MOST_CALLS),
+    "reasoning_content": string(Limits.prompt_bytes),
+    "tool_calls": list_of(mapping(Limits.prompt_bytes, _TOOL_CALL), _MOST_CALLS),
 }
 
 
@@ -165,7 +147,7 @@ def _template_options(name: str, value: Any, limits: Limits) -> None:
 
 
 _CHAT_PROMPT: dict[str, Check] = {
-    "messages": list_of(mapping(_prompt_bytes, _MESSAGE), _MOST_MESSAGES, least=1),
+    "messages": list_of(mapping(Limits.prompt_bytes, _MESSAGE), _MOST_MESSAGES, least=1),
     "tools": tools,
     "parallel_tool_calls": boolean,
     "tool_choice": lambda name, value, limits: (
@@ -178,9 +160,9 @@ _CHAT_PROMPT: dict[str, Check] = {
 _CHAT: dict[str, Check] = {
     **{name: check for name, check in _OPENAI.items() if name != "json_schema"},
     **_CHAT_PROMPT,
-    "max_completion_tokens": integer(1, context),
+    "max_completion_tokens": integer(1, Limits.context),
     "logprobs": boolean,
-    "top_logprobs": integer(0, most_logprobs),
+    "top_logprobs": integer(0, Limits.most_logprobs),
     "separate_reasoning": boolean,
     "stream_reasoning": boolean,
     "return_prompt_token_ids": boolean,
@@ -189,7 +171,7 @@ _CHAT: dict[str, Check] = {
 _NATIVE: dict[str, Check] = {
     **_OFF,
     **dict.fromkeys(("image_data", "video_data", "audio_data"), _not_text),
-    "text": one_or_list(_TEXT, most_completions),
+    "text": one_or_list(_TEXT, Limits.most_completions),
     "input_ids": _prompt,
     "sampling_params": lambda *_: None,  # checked with its own table
     "rid": string(128, pattern=r"(?!HEALTH_CHECK)[A-Za-z0-9._:-]{1,128}"),
@@ -197,15 +179,15 @@ _NATIVE: dict[str, Check] = {
     "return_logprob": boolean,
     "return_text_in_logprobs": boolean,
     "return_prompt_token_ids": boolean,
-    "logprob_start_len": integer(-1, context),
-    "top_logprobs_num": integer(0, most_logprobs),
-    "token_ids_logprob": list_of(integer(0, last_token_id), 1024),
+    "logprob_start_len": integer(-1, Limits.context),
+    "top_logprobs_num": integer(0, Limits.most_logprobs),
+    "token_ids_logprob": list_of(integer(0, Limits.last_token_id), 1024),
     "extra_key": _SHORT,
     "lora_path": lora_path,
 }
 _TOKENIZE: dict[str, Check] = {
     "model": _MODEL,
-    "prompt": one_or_list(string(_prompt_bytes), most_completions),
+    "prompt": one_or_list(string(Limits.prompt_bytes), Limits.most_completions),
     "add_special_tokens": boolean,
     **_CHAT_PROMPT,
 }
@@ -273,7 +255,7 @@ def check_native(body: dict[str, Any], limits: Limits) -> int:
 def _check_listed(body: dict[str, Any], sampling: dict[str, Any], limits: Limits) -> None:
     """Bound the log probabilities of many chosen tokens: the HTTP process writes out each."""
     num_ids = len(body.get("token_ids_logprob", ()))
-    if num_ids <= most_logprobs(limits):
+    if num_ids <= limits.most_logprobs():
         return
     positions = sampling.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
     start = body.get("logprob_start_len", -1)
@@ -283,7 +265,7 @@ def _check_listed(body: dict[str, Any], sampling: dict[str, Any], limits: Limits
         raise wrong(
             "token_ids_logprob",
             body["token_ids_logprob"],
-            f"at most {max(_MOST_LISTED // positions, most_logprobs(limits))} for the "
+            f"at most {max(_MOST_LISTED // positions, limits.most_logprobs())} for the "
             f"{positions} tokens that this request may list (--max-logprobs)",
         )
 
@@ -344,10 +326,10 @@ def _check_chat_prompt(body: dict[str, Any], limits: Limits) -> None:
                 400, f"messages[{position}].role is missing", param=f"messages[{position}].role"
             )
     length = json_bytes(body["messages"]) + json_bytes(body.get("tools", []))
-    if length > limits.prompt_bytes:
+    if length > limits.prompt_bytes():
         raise RequestRefusedError(
             400,
-            f"messages and tools have {length} bytes; at most {limits.prompt_bytes} are allowed "
+            f"messages and tools have {length} bytes; at most {limits.prompt_bytes()} are allowed "
             "(--max-prompt-bytes)",
             param="messages",
             code="context_length_exceeded",
@@ -372,7 +354,7 @@ def _num_prompts(prompt: Any) -> int:
 
 
 def _completions(num_prompts: int, n: int, limits: Limits) -> int:
-    total, most = num_prompts * n, most_completions(limits)
+    total, most = num_prompts * n, limits.most_completions()
     if total > most:
         raise RequestRefusedError(
             400,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from .limits import Limits
-from .schemas import grammar_bytes, json_schema, regex
+from .schemas import json_schema, regex
 from .values import (
     Check,
     boolean,
@@ -24,37 +24,8 @@ LEAST_REPETITION_PENALTY = 0.01
 """Smaller ones overflow when logits are divided by them, and SGLang's scheduler ends."""
 MOST_TEMPERATURE = 10.0
 
-
-def context(limits: Limits) -> int:
-    """Bound: tokens of a context."""
-    return limits.context_tokens
-
-
-def most_completions(limits: Limits) -> int:
-    """Bound: completions of one request."""
-    return min(limits.settings.max_n, limits.max_admitted)
-
-
-def most_logprobs(limits: Limits) -> int:
-    """Bound: alternatives per token."""
-    return min(limits.settings.max_logprobs, limits.vocab_size)
-
-
-def last_token_id(limits: Limits) -> int:
-    """Bound: the greatest token id."""
-    return limits.vocab_size - 1
-
-
-def _most_stops(limits: Limits) -> int:
-    return limits.settings.max_stops
-
-
-def _most_stop_bytes(limits: Limits) -> int:
-    return limits.settings.max_stop_bytes
-
-
 # An empty stop string would end every answer before it begins.
-_STOP = one_or_list(string(_most_stop_bytes, least=1), _most_stops)
+_STOP = one_or_list(string(Limits.stop_bytes, least=1), Limits.most_stops)
 
 SAMPLING: dict[str, Check] = {
     "temperature": number(0, MOST_TEMPERATURE),
@@ -65,15 +36,15 @@ SAMPLING: dict[str, Check] = {
     "presence_penalty": number(-2, 2),
     "repetition_penalty": number(LEAST_REPETITION_PENALTY, 2),
     "logit_bias": logit_bias,
-    "n": integer(1, most_completions),
+    "n": integer(1, Limits.most_completions),
     "stop": _STOP,
-    "stop_token_ids": list_of(integer(0, last_token_id), _most_stops),
+    "stop_token_ids": list_of(integer(0, Limits.last_token_id), Limits.most_stops),
     "ignore_eos": boolean,
     "no_stop_trim": boolean,
     "skip_special_tokens": boolean,
     "json_schema": json_schema,
     "regex": regex,
-    "ebnf": string(grammar_bytes),
+    "ebnf": string(Limits.grammar_bytes),
 }
 """Under these names in every route. ``stop_regex`` is not there: SGLang matches it, backtracking,
 in its scheduler, where one expression can take for ever."""
@@ -82,8 +53,8 @@ SEED = integer(_LEAST_INT64, _MOST_INT64)
 
 NATIVE_SAMPLING: dict[str, Check] = {
     **SAMPLING,
-    "max_new_tokens": integer(0, context),
-    "min_new_tokens": integer(0, context),
+    "max_new_tokens": integer(0, Limits.context),
+    "min_new_tokens": integer(0, Limits.context),
     "sampling_seed": SEED,
     "spaces_between_special_tokens": boolean,
     "stream_interval": integer(1, 4096),

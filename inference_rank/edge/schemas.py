@@ -17,12 +17,6 @@ from .limits import Limits
 from .refusal import RequestRefusedError
 from .values import list_of, mapping, string, wrong
 
-
-def grammar_bytes(limits: Limits) -> int:
-    """Bound: bytes of a schema, an expression or a grammar."""
-    return limits.settings.max_grammar_bytes
-
-
 MOST_GROUPS = 512
 """Opening parentheses of one regular expression: no fewer than its levels, escaped or not."""
 MOST_TOOL_GROUPS = 128
@@ -32,7 +26,7 @@ _LONG_NUMBER = re.compile(r"\{(?:[0-9]*,)?[0-9]{7}")
 MOST_TOOL_VALUES, _MOST_IN_PAIRS, _MOST_TOOLS = 8192, 256, 256
 _ANY_JSON = "$$ANY$$"  # SGLang's own word
 
-_text, _mapping = string(grammar_bytes), mapping(grammar_bytes)
+_text, _mapping = string(Limits.grammar_bytes), mapping(Limits.grammar_bytes)
 _mappings = list_of(_mapping, _MOST_TOOLS)
 
 

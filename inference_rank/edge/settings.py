@@ -18,9 +18,6 @@ from tandemkv.cache_rank.protocol.settings.frozen_model import FrozenModel
 
 EDGE_VARIABLE = "TANDEMKV_EDGE"
 
-BYTES_PER_TOKEN = 16
-"""Default of max_prompt_bytes per token of context. Prose has about four bytes a token."""
-
 
 class EdgeSettings(FrozenModel):
     """What a request may ask for, how many there may be, and who may send them."""
@@ -78,14 +75,6 @@ class EdgeSettings(FrozenModel):
         le=1 << 24,
         description="Longest JSON schema, regular expression or grammar of a request.",
     )
-
-    def prompt_bytes(self, context_tokens: int) -> int:
-        """`max_prompt_bytes`, or what it is for a model of `context_tokens`."""
-        return self.max_prompt_bytes or BYTES_PER_TOKEN * context_tokens
-
-    def body_bytes(self, context_tokens: int) -> int:
-        """`max_body_bytes`, or what it is for a model of `context_tokens`."""
-        return self.max_body_bytes or 2 * self.prompt_bytes(context_tokens) + (1 << 20)
 
 
 def edge_settings(environ: Mapping[str, str] = os.environ) -> EdgeSettings:
