@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Self
 
@@ -35,13 +34,6 @@ _OF_THE_GROUP = frozenset(
     }
 )  # fmt: skip
 _OF_THE_AGENT = "TORCHELASTIC_"
-
-
-class Role(Enum):
-    """What a process of torchrun does."""
-
-    INFERENCE = "inference rank"
-    CACHE = "cache rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +85,6 @@ class Worker:
         link shared those of a node.
         """
         return self.rank if settings.wished_link == "message" else self.local_rank
-
-    def role(self, settings: ServeSettings) -> Role:
-        """Return what this process does."""
-        return Role.CACHE if self.place(settings) else Role.INFERENCE
 
     @property
     def launch(self) -> SplitLaunch:
