@@ -8,8 +8,8 @@ from typing import Any
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .limits import Adapters, Limits
-from .refusal import RequestRefusedError, shown
-from .values import wrong
+from .refusal import shown
+from .values import fault, wrong
 
 
 def adapters_of(server_args: Any, selection: SelectionSettings) -> Adapters | None:
@@ -33,12 +33,11 @@ def lora_path(name: str, value: Any, limits: Limits) -> None:
     if type(value) is not str or not value:
         raise wrong(name, value, "the name of one adapter")
     if limits.adapters is None:
-        raise RequestRefusedError(
-            400,
+        raise fault(
+            name,
             f"{name}={shown(value)}: this server has no adapters (it was started without "
             "`-- --lora-paths`); remove the field",
-            param=name,
-            code="unknown_parameter",
+            "unknown_parameter",
         )
     _check_adapter(name, value, limits.adapters)
 
@@ -59,16 +58,8 @@ def model_and_adapter(model: str, limits: Limits) -> str:
 def _check_adapter(name: str, adapter: str, adapters: Adapters) -> None:
     if adapter not in adapters.names:
         known = ", ".join(sorted(adapters.names)) or "none"
-        raise RequestRefusedError(
-            400,
-            f"{name}: this server has no adapter {shown(adapter)}; it has {shown(known)}",
-            param=name,
-            code="adapter_not_found",
-        )
+        said = f"{name}: this server has no adapter {shown(adapter)}; it has {shown(known)}"
+        raise fault(name, said, "adapter_not_found")
     if adapters.unserved:
-        raise RequestRefusedError(
-            400,
-            f"{name}: adapter {shown(adapter)} is not served: {adapters.unserved}",
-            param=name,
-            code="adapter_not_served",
-        )
+        said = f"{name}: adapter {shown(adapter)} is not served: {adapters.unserved}"
+        raise fault(name, said, "adapter_not_served")

@@ -18,6 +18,7 @@ from .values import (
     Check,
     boolean,
     check_fields,
+    fault,
     integer,
     json_bytes,
     list_of,
@@ -103,9 +104,7 @@ _MOST_LISTED = 1 << 17
 
 
 def _not_text(name: str, value: Any, _limits: Limits) -> None:
-    raise RequestRefusedError(
-        400, f"{name}={shown(value)}: {_FOR_TEXT}", param=name, code="invalid_value"
-    )
+    raise fault(name, f"{name}={shown(value)}: {_FOR_TEXT}")
 
 
 def _content_part(name: str, value: Any, limits: Limits) -> None:
@@ -207,16 +206,12 @@ def check_completion(body: dict[str, Any], limits: Limits) -> int:
     """Check ``/v1/completions``."""
     _check(body, _COMPLETION, limits, required="prompt")
     if body.pop("best_of", body.get("n", 1)) != body.get("n", 1):
-        raise RequestRefusedError(
-            400,
-            "best_of: SGLang returns each completion, and chooses none; leave it out, or give n",
-            param="best_of",
-            code="invalid_value",
-        )
+        said = "best_of: SGLang returns each completion, and chooses none; leave it out, or give n"
+        raise fault("best_of", said)
     if body.get("echo", False) and body.get("logprobs") == 0:
         raise wrong("logprobs", 0, "at least 1 with echo=true")  # SGLang would answer 500
     _check_grammar(body, limits)
-    return _completions(_num_prompts(body["prompt"]), body.get("n", 1), limits)
+    return _completions(len(_prompts(body["prompt"])), body.get("n", 1), limits)
 
 
 def check_chat(body: dict[str, Any], limits: Limits) -> int:
@@ -244,7 +239,7 @@ def check_native(body: dict[str, Any], limits: Limits) -> int:
     table = EVALUATION_SAMPLING if limits.is_evaluation else NATIVE_SAMPLING
     check_fields(sampling, table, limits, prefix="sampling_params.")
     _check_grammar(sampling, limits)
-    num_prompts = _num_prompts(body[given[0]])
+    num_prompts = len(_prompts(body[given[0]]))
     if "rid" in body and (num_prompts > 1 or sampling.get("n", 1) > 1):
         # SGLang aborts such ids when a stream has ended, also if it was refused for another's id.
         raise wrong("rid", body["rid"], "one prompt beside it, and n=1,")
@@ -272,8 +267,7 @@ def _check_listed(body: dict[str, Any], sampling: dict[str, Any], limits: Limits
 
 def _most_prompt_tokens(body: dict[str, Any]) -> int:
     """Return what the longest prompt can have at most: a token is a byte or more."""
-    prompt = body["text"] if "text" in body else body["input_ids"]
-    parts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
+    parts = _prompts(body["text"] if "text" in body else body["input_ids"])
     return max(text_bytes(part) if isinstance(part, str) else len(part) for part in parts) + 1
 
 
@@ -304,9 +298,7 @@ def _check(
         body.pop(name, None)
     check_fields(body, fields, limits)
     if required is not None and required not in body:
-        raise RequestRefusedError(
-            400, f"{required} is missing", param=required, code="missing_required_parameter"
-        )
+        raise fault(required, f"{required} is missing", "missing_required_parameter")
     model = model_and_adapter(body.get("model", MODEL_NAME), limits)
     if model not in limits.model_names:
         names = ", ".join(sorted(limits.model_names - {MODEL_NAME}))
@@ -322,17 +314,15 @@ def _check_chat_prompt(body: dict[str, Any], limits: Limits) -> None:
     """Bound messages and tools together, for all of them are in the prompt."""
     for position, message in enumerate(body["messages"]):
         if "role" not in message:
-            raise RequestRefusedError(
-                400, f"messages[{position}].role is missing", param=f"messages[{position}].role"
-            )
+            role = f"messages[{position}].role"
+            raise fault(role, f"{role} is missing", code=None)
     length = json_bytes(body["messages"]) + json_bytes(body.get("tools", []))
     if length > limits.prompt_bytes():
-        raise RequestRefusedError(
-            400,
+        raise fault(
+            "messages",
             f"messages and tools have {length} bytes; at most {limits.prompt_bytes()} are allowed "
             "(--max-prompt-bytes)",
-            param="messages",
-            code="context_length_exceeded",
+            "context_length_exceeded",
         )
 
 
@@ -348,18 +338,19 @@ def _check_grammar(body: dict[str, Any], limits: Limits) -> None:
         raise wrong("response_format.type", kind, f"text, {_NO_GRAMMARS},")
 
 
-def _num_prompts(prompt: Any) -> int:
-    is_list = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
-    return len(prompt) if is_list else 1
+def _prompts(prompt: Any) -> list[Any]:
+    """Return each prompt of a request, as text or as token ids."""
+    is_several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
+    return prompt if is_several else [prompt]
 
 
 def _completions(num_prompts: int, n: int, limits: Limits) -> int:
     total, most = num_prompts * n, limits.most_completions()
     if total > most:
-        raise RequestRefusedError(
-            400,
+        raise fault(
+            "n",
             f"{num_prompts} prompts times n={n} are {total} completions; at most {most} are "
             "allowed in one request (--max-n)",
-            param="n",
+            code=None,
         )
     return total

@@ -15,7 +15,7 @@ from typing import Any
 from .body import parse_json_object
 from .limits import Limits
 from .refusal import RequestRefusedError
-from .values import list_of, mapping, string, wrong
+from .values import fault, list_of, mapping, string, wrong
 
 MOST_GROUPS = 512
 """Opening parentheses of one regular expression: no fewer than its levels, escaped or not."""
@@ -44,9 +44,7 @@ def json_schema(name: str, value: Any, limits: Limits) -> None:
     try:
         found = parse_json_object(value.encode(), max_depth=limits.settings.max_json_depth)
     except RequestRefusedError as refusal:
-        raise RequestRefusedError(
-            400, f"{name}: {refusal.message}", param=name, code="invalid_value"
-        ) from None
+        raise fault(name, f"{name}: {refusal.message}") from None
     _check_patterns(name, found)
 
 
@@ -75,12 +73,8 @@ def tools(name: str, value: Any, limits: Limits) -> None:
                 name, item, f"strings or numbers alone in a list of more than {_MOST_IN_PAIRS}"
             )
     if count > MOST_TOOL_VALUES:
-        raise RequestRefusedError(
-            400,
-            f"{name} have {count} JSON values; at most {MOST_TOOL_VALUES} are allowed",
-            param=name,
-            code="invalid_value",
-        )
+        said = f"{name} have {count} JSON values; at most {MOST_TOOL_VALUES} are allowed"
+        raise fault(name, said)
 
 
 def _check_patterns(name: str, value: Any, most_groups: int = MOST_GROUPS) -> None:

@@ -20,11 +20,14 @@ Check = Callable[[str, Any, Limits], None]
 Bound = int | Callable[[Limits], int]
 
 
+def fault(name: str, message: str, code: str | None = "invalid_value") -> RequestRefusedError:
+    """Return the refusal of a request for its field `name`."""
+    return RequestRefusedError(400, message, param=name, code=code)
+
+
 def wrong(name: str, value: object, required: str) -> RequestRefusedError:
     """Return the refusal of one value."""
-    return RequestRefusedError(
-        400, f"{name}={shown(value)}: {required} is required", param=name, code="invalid_value"
-    )
+    return fault(name, f"{name}={shown(value)}: {required} is required")
 
 
 def resolved(bound: Bound, limits: Limits) -> int:
@@ -84,12 +87,8 @@ def string(most: Bound, *, pattern: str | None = None, least: int = 0) -> Check:
             raise wrong(name, value, "a string")
         length = text_bytes(value)
         if not least <= length <= high:
-            raise RequestRefusedError(
-                400,
-                f"{name} has {length} bytes; {least} to {high} are allowed",
-                param=name,
-                code="string_above_max_length" if length > high else "invalid_value",
-            )
+            said = f"{name} has {length} bytes; {least} to {high} are allowed"
+            raise fault(name, said, "string_above_max_length" if length > high else "invalid_value")
         if compiled is not None and not compiled.fullmatch(value):
             raise wrong(name, value, f"a string like {pattern}")
 
@@ -129,12 +128,8 @@ def token_ids(name: str, value: Any, limits: Limits) -> None:
     if type(value) is not list:
         raise wrong(name, value, "a list of token ids")
     if len(value) > limits.context_tokens:
-        raise RequestRefusedError(
-            400,
-            f"{name} has {len(value)} tokens; the model's context has {limits.context_tokens}",
-            param=name,
-            code="context_length_exceeded",
-        )
+        said = f"{name} has {len(value)} tokens; the model's context has {limits.context_tokens}"
+        raise fault(name, said, "context_length_exceeded")
     if not value:
         raise wrong(name, value, "at least one token id")
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < limits.vocab_size:
@@ -164,9 +159,8 @@ def mapping(most: Bound, fields: Mapping[str, Check] | None = None) -> Check:
             raise wrong(name, value, "a mapping")
         length, high = json_bytes(value), resolved(most, limits)
         if length > high:
-            raise RequestRefusedError(
-                400, f"{name} has {length} bytes as JSON; at most {high} are allowed", param=name
-            )
+            said = f"{name} has {length} bytes as JSON; at most {high} are allowed"
+            raise fault(name, said, code=None)
         if fields is not None:
             check_fields(value, fields, limits, prefix=f"{name}.")
 
@@ -191,11 +185,6 @@ def check_fields(
         check = fields.get(name)
         if check is None:
             full = f"{prefix}{name}"[:80]
-            raise RequestRefusedError(
-                400,
-                f"{full}: this server has no such field on this route, or does not allow it; "
-                "remove it",
-                param=full,
-                code="unknown_parameter",
-            )
+            said = "this server has no such field on this route, or does not allow it; remove it"
+            raise fault(full, f"{full}: {said}", "unknown_parameter")
         check(f"{prefix}{name}", value, limits)
