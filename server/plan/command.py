@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -141,9 +142,12 @@ def plan(
     Exit code 1 if no placement of tandemkv fits.
     """
     settings, notes = _settings(flags, model), list[str]()
-    shape = _shape(model, dtype).with_kv_dtype(settings.cache.kv_dtype)
-    settings = _calibrated(settings, model, notes.append)
-    config = _config(model, shape)
+    shape, directory = _model(model, dtype)
+    shape = shape.with_kv_dtype(settings.cache.kv_dtype)
+    if directory is not None:  # as `serve` takes up what was calibrated
+        own = read_model_spec(directory, dtype="bfloat16")
+        settings = with_calibration(settings, own, notes.append)
+    config = _built_in_config(shape) if directory is None else read_config(directory)
     spec = spec_of(shape, config)
     tp_size, num_cache_gpus = asked_placement(settings, spec, gpus)
     load = Workload.from_selection(
@@ -227,27 +231,25 @@ def _bytes_here() -> int:
     return min((int(gpu.total_memory) for gpu in gpus), default=_H200_GIB * GIB)
 
 
-def _shape(model: str, dtype: str) -> ModelShape:
-    """Return the shape of a directory's model, of the embedded one, or of one that is built in."""
+def _model(model: str, dtype: str) -> tuple[ModelShape, Path | None]:
+    """Return the shape of a model, and its directory; None for one that is built in."""
     from tandemkv.server.checks.preflight import resolve_model
 
     if model == EMBEDDED_MODEL:
         model = str(resolve_model(model, lambda _: None))
-    return find_shape(model, dtype=dtype)
+    shape = find_shape(model, dtype=dtype)
+    is_built_in = model.lower() in BUILT_IN_SHAPES
+    return shape, None if is_built_in else resolve_model(model, lambda _: None)
 
 
-def _config(model: str, shape: ModelShape) -> Mapping[str, Any]:
-    """Return the ``config.json`` of a directory's model, or what a built-in shape stands for."""
-    if model.lower() in BUILT_IN_SHAPES:
-        family = "Qwen3" if shape.name.startswith("qwen3") else "Llama"
-        family += "Moe" if shape.experts else ""
-        return {
-            "architectures": [f"{family}ForCausalLM"],
-            "max_position_embeddings": shape.max_context,
-        }
-    from tandemkv.server.checks.preflight import resolve_model
-
-    return read_config(resolve_model(model, lambda _: None))
+def _built_in_config(shape: ModelShape) -> Mapping[str, Any]:
+    """Return what a built-in shape stands for, of a ``config.json``."""
+    family = "Qwen3" if shape.name.startswith("qwen3") else "Llama"
+    family += "Moe" if shape.experts else ""
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "max_position_embeddings": shape.max_context,
+    }
 
 
 def _constants(measure: bool) -> Constants:
@@ -278,18 +280,6 @@ def _settings(flags: dict[str, Sourced], model: str) -> ServeSettings:
         )
     check_device(find_policy(selection.policy), selection.policy, "cuda")
     return settings.model_copy(update={"selection": on_device(selection, "cuda")})
-
-
-def _calibrated(
-    settings: ServeSettings, model: str, progress: Callable[[str], None]
-) -> ServeSettings:
-    """Fill in what `serve` would take up for the model of a directory, or the embedded one."""
-    from tandemkv.server.checks.preflight import resolve_model
-
-    if model.lower() in BUILT_IN_SHAPES and model != EMBEDDED_MODEL:
-        return settings
-    spec = read_model_spec(resolve_model(model, lambda _: None), dtype="bfloat16")
-    return with_calibration(settings, spec, progress)
 
 
 def _command(
