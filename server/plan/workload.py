@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
@@ -15,7 +15,6 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSetting
 from .pages import page_tokens
 from .shape import ModelShape
 
-INDEX_DTYPES = ("native", "int8", "int4")
 DEFAULT_CHUNK_TOKENS = 8192
 """Prompt tokens of a pass, where nothing else is asked for."""
 CALIBRATED_ANCHORS = 5
@@ -48,7 +47,7 @@ class Workload:
     fetch_cap_tokens: int = 64
     exact_layers: tuple[int, ...] = (0, 1)
     selects: bool = True
-    index_dtype: str = "int8"
+    index_dtype: Literal["native", "int8", "int4"] = "int8"
     index_channels: int | None = None
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     capacity_tokens: int | None = None
@@ -68,10 +67,6 @@ class Workload:
         for name in ("context_tokens", "concurrency", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.index_dtype not in INDEX_DTYPES:
-            raise SettingsError(
-                f"index_dtype={self.index_dtype} is unknown; known: {', '.join(INDEX_DTYPES)}"
-            )
         if self.capacity_tokens is not None and self.capacity_tokens < self.context_tokens:
             raise SettingsError(
                 f"capacity_tokens={self.capacity_tokens} cannot hold one request of "

@@ -424,8 +424,6 @@ def test_wrong_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_loads_are_refused() -> None:
-    with pytest.raises(SettingsError, match="index_dtype=int2"):
-        replace(LOAD, index_dtype="int2")
     with pytest.raises(SettingsError, match="concurrency=0"):
         replace(LOAD, concurrency=0)
     with pytest.raises(SettingsError, match="--cache-tokens"):
