@@ -105,11 +105,6 @@ class Keys:
             )
         return cls(**found)
 
-    @property
-    def has_admin(self) -> bool:
-        """Whether there is an admin key at all."""
-        return self._admin is not None
-
     def allow_internal(self, key: str) -> None:
         """Accept one more key for users: that of SGLang's own first request."""
         self._internal = _digest(key)
@@ -137,9 +132,9 @@ class Keys:
         role = self.role_of(authorization)
         if role >= needed:
             return role
-        if needed is Role.ADMIN and (role is Role.USER or not self.has_admin):
+        if needed is Role.ADMIN and (role is Role.USER or self._admin is None):
             message = "this route needs the admin key"
-            if not self.has_admin:
+            if self._admin is None:
                 message += ", and the server has none: start it with --admin-key-file"
             raise RequestRefusedError(403, message, code="admin_key_required")
         raise RequestRefusedError(

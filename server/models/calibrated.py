@@ -64,7 +64,10 @@ def with_calibration(
     found = _with_files(selection, model)
     if found is selection:
         return settings
-    _check(found, model)
+    from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
+
+    check_index_channels(found, model)
+    FittedQueries.of(found, model)
     channels = num_index_channels(found)
     parts = [] if channels is None else [f"{channels} of {model.head_dim} channels in the index"]
     if found.declared.predictor:
@@ -84,13 +87,6 @@ def calibration_advice(settings: ServeSettings, model: ModelSpec) -> str | None:
 def _takes_files(settings: ServeSettings) -> bool:
     is_alone = settings.cache_rank_address is not None or settings.nnodes > 1
     return settings.calibrated and not is_alone and settings.selection.policy == CALIBRATED_POLICY
-
-
-def _check(selection: SelectionSettings, model: ModelSpec) -> None:
-    from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
-
-    check_index_channels(selection, model)
-    FittedQueries.of(selection, model)
 
 
 def _with_files(selection: SelectionSettings, model: ModelSpec) -> SelectionSettings:

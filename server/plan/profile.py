@@ -13,11 +13,9 @@ from tandemkv.server.evaluation.provenance import Gpu, version_of
 
 from .cost import H200, CostConstants
 
-_TEXT = Field(min_length=1, max_length=200)
-_MOST_US, _MOST_BANDWIDTH = 1e7, 1e15
-Text = Annotated[str, _TEXT]
-Microseconds = Annotated[float, Field(ge=0, le=_MOST_US, allow_inf_nan=False)]
-Bandwidth = Annotated[float, Field(gt=0, le=_MOST_BANDWIDTH, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1, max_length=200)]
+Microseconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
+Bandwidth = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 MISSING = "none"
 """Version of a package that is not installed."""
 

@@ -11,10 +11,11 @@ import ipaddress
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSettings, ExchangeSettings
+from tandemkv.cache_rank.protocol.settings.frozen_model import FrozenModel
 from tandemkv.cache_rank.protocol.settings.placement import (
     Link,
     Placement,
@@ -29,10 +30,8 @@ EMBEDDED_MODEL = "smollm2"
 _MOST_CACHE_RANKS = 64
 
 
-class ServeSettings(BaseModel):
+class ServeSettings(FrozenModel):
     """Everything that ``tandemkv serve`` can be told."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(
         min_length=1, description="Model directory in Hugging Face layout, or smollm2 (embedded)."

@@ -82,8 +82,8 @@ def load_settings(
         raise SettingsError(_explain(error, merged)) from None
 
 
-_OPEN_UNLESS_SET = (("selection", "index_dtype"), ("selection", "num_recent_tokens"))
-"""What the devices decide where nobody has set it; the defaults are those of a CPU."""
+_OPEN_UNLESS_SET = ("index_dtype", "num_recent_tokens")
+"""Of a selection what the devices decide where nobody has set it; the defaults are a CPU's."""
 
 
 def to_yaml(settings: ServeSettings) -> str:
@@ -95,9 +95,9 @@ def to_yaml(settings: ServeSettings) -> str:
         del tree[_DECIDED]
     if "tensor_parallel" not in settings.model_fields_set:
         del tree["tensor_parallel"]
-    for group, name in _OPEN_UNLESS_SET:
-        if name not in getattr(settings, group).model_fields_set:
-            del tree[group][name]
+    for name in _OPEN_UNLESS_SET:
+        if name not in settings.selection.model_fields_set:
+            del tree["selection"][name]
     tree[GROUP] = options_tree(settings.selection)
     return yaml.safe_dump(tree, sort_keys=False)
 
