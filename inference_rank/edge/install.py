@@ -89,25 +89,17 @@ def _refusal_counter() -> Callable[[int], None]:
     return lambda status: counter.labels(status=str(status)).inc()
 
 
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _OPENAI = "sglang.srt.entrypoints.openai"
+_TOKENIZE, _ANSWER = f"{_OPENAI}.serving_tokenize", "_handle_non_streaming_request"
 
 AROUND: dict[str, Callable[..., Any]] = {
     "sglang.srt.utils.auth.decide_request_auth": decide_request_auth,
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts": (
-        tokenizing.tokenize_texts
-    ),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": (
-        logprobs.convert_logprob_style
-    ),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.detokenize_logprob_tokens": (
-        logprobs.detokenize_logprob_tokens
-    ),
+    f"{_MANAGER}._tokenize_texts": tokenizing.tokenize_texts,
+    f"{_MANAGER}.convert_logprob_style": logprobs.convert_logprob_style,
+    f"{_MANAGER}.detokenize_logprob_tokens": logprobs.detokenize_logprob_tokens,
     f"{_OPENAI}.serving_base.OpenAIServingBase.handle_request": tokenizing.handle_request,
-    f"{_OPENAI}.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": (
-        tokenizing.handle_tokenize
-    ),
-    f"{_OPENAI}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request": (
-        tokenizing.handle_tokenize
-    ),
+    f"{_TOKENIZE}.OpenAIServingTokenize.{_ANSWER}": tokenizing.handle_tokenize,
+    f"{_TOKENIZE}.OpenAIServingDetokenize.{_ANSWER}": tokenizing.handle_tokenize,
 }
 """Hooks in SGLang's HTTP process; `inference_rank.sglang.hooks` registers them."""
