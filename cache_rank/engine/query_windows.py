@@ -43,7 +43,7 @@ class DeviceQueryWindows:
         options, prediction = policy.options, policy.capabilities.prediction
         assert prediction is not None
         self._prediction = prediction
-        self._ridge = policy.ridge
+        self._ridge = policy.ridge._asdict()
         self._places = options.window + 2
         shape = (num_layers, num_rows, self._places, model.num_qo_heads, model.head_dim)
         dtype = getattr(torch, model.dtype)
@@ -99,7 +99,6 @@ class DeviceQueryWindows:
         self, layer: int, rows: torch.Tensor, query: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Take note of a step's queries and predict ``[B, Hq, D]`` float32, for the next step."""
-        ridge = self._ridge
         predicted = push_and_predict(
             self._ordered(query),
             rows,
@@ -109,9 +108,7 @@ class DeviceQueryWindows:
             prediction=self._prediction,
             cos=self._cos,
             sin=self._sin,
-            eps=ridge.eps,
-            sign=ridge.sign,
-            normalise=ridge.normalise,
+            **self._ridge,
         )
         return predicted if self._back is None else predicted[..., self._back]
 

@@ -85,11 +85,4 @@ class AsyncSpadePolicy(WindowedPolicy):
 
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """See `WindowedPolicy.predict`."""
-        options = self.options
-        return ridge_predict(
-            windows,
-            counts,
-            eps=options.eps,
-            sign=options.sign,
-            normalise=options.normalise,
-        )
+        return ridge_predict(windows, counts, **self.ridge._asdict())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -40,9 +40,8 @@ class WindowOptions(PolicyOptions):
         return self.unrotate
 
 
-@dataclass(frozen=True, slots=True)
-class RidgeParameters:
-    """What `tandemkv.kernels.query_window.push_and_predict` is told of a ridge regression."""
+class RidgeParameters(NamedTuple):
+    """What kernels of `tandemkv.kernels.query_window` are told of a ridge regression."""
 
     eps: float = 1e-2
     sign: int = 1
