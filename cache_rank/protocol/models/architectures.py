@@ -9,7 +9,7 @@ entry does not say is read from SGLang's modules: biases, rotary embedding, epsi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
@@ -88,6 +88,31 @@ class Architecture:
     """Matrices of an MLP: gate, up and down, or two."""
     experts: Experts | None = None
 
+
+_QWEN3_NEXT = Architecture(
+    name="Qwen3NextForCausalLM",
+    models="Qwen3-Next-80B-A3B",
+    query_norm="head",
+    full_every=4,
+    others="linear_attention",
+    gates_heads=True,
+    experts=Experts(count="num_experts", shared_size="shared_expert_intermediate_size"),
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_NEXT,
+    name="Qwen3_5MoeForConditionalGeneration",
+    models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
+    splits_linear=True,
+    decoder_config="text_config",
+    tensor_prefix="model.language_model.",
+)
+_QWEN3_5_MOE_DECODER = replace(
+    _QWEN3_NEXT,
+    name="Qwen3_5MoeForCausalLM",
+    models="Qwen3.5 with experts, the decoder alone",
+    splits_linear=True,
+    names_strategy=True,
+)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     entry.name: entry
@@ -219,59 +244,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             has_sinks=True,
             experts=Experts(count="num_local_experts", size="intermediate_size"),
         ),
-        Architecture(
-            name="Qwen3NextForCausalLM",
-            models="Qwen3-Next-80B-A3B",
-            query_norm="head",
-            full_every=4,
-            others="linear_attention",
-            gates_heads=True,
-            experts=Experts(count="num_experts", shared_size="shared_expert_intermediate_size"),
-        ),
-        Architecture(
+        _QWEN3_NEXT,
+        replace(
+            _QWEN3_5_MOE,
             name="Qwen3_5ForConditionalGeneration",
             models="Qwen3.5 0.8B to 27B",
-            query_norm="head",
-            full_every=4,
-            others="linear_attention",
-            gates_heads=True,
-            splits_linear=True,
-            decoder_config="text_config",
-            tensor_prefix="model.language_model.",
+            experts=None,
         ),
-        Architecture(
-            name="Qwen3_5MoeForConditionalGeneration",
-            models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
-            query_norm="head",
-            full_every=4,
-            others="linear_attention",
-            gates_heads=True,
-            splits_linear=True,
-            decoder_config="text_config",
-            tensor_prefix="model.language_model.",
-            experts=Experts(count="num_experts", shared_size="shared_expert_intermediate_size"),
-        ),
-        Architecture(
+        _QWEN3_5_MOE,
+        replace(
+            _QWEN3_5_MOE_DECODER,
             name="Qwen3_5ForCausalLM",
             models="Qwen3.5, the decoder alone",
-            query_norm="head",
-            full_every=4,
-            others="linear_attention",
-            gates_heads=True,
-            splits_linear=True,
-            names_strategy=True,
+            experts=None,
         ),
-        Architecture(
-            name="Qwen3_5MoeForCausalLM",
-            models="Qwen3.5 with experts, the decoder alone",
-            query_norm="head",
-            full_every=4,
-            others="linear_attention",
-            gates_heads=True,
-            splits_linear=True,
-            names_strategy=True,
-            experts=Experts(count="num_experts", shared_size="shared_expert_intermediate_size"),
-        ),
+        _QWEN3_5_MOE_DECODER,
     )
 }
 
