@@ -44,7 +44,6 @@ class DecodeBatch:
         self,
         selection: SelectionSettings,
         *,
-        num_resident: int,
         max_batch: int,
         max_context: int,
         page_size: int,
@@ -52,11 +51,11 @@ class DecodeBatch:
         device: torch.device,
     ) -> None:
         self._page_size = page_size
-        self._num_resident = num_resident
+        self._num_resident = selection.num_resident
         self._num_recent = selection.num_recent_tokens
         # As of the step that uses the selection.
         self._sink = selection.num_sink_tokens
-        self._num_cold = DenseLengths.of(selection, num_resident).num_cold
+        self._num_cold = DenseLengths.of(selection, self._num_resident).num_cold
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

@@ -14,7 +14,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tandemkv.cache_rank.policies.base import Policy, ScoringPolicy, keep_first
-from tandemkv.cache_rank.policies.composition import Composition
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.engine import EnginePools, PredictQuery
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
@@ -65,7 +64,6 @@ class CacheEngine:
         device = self._device = pools.k[0].device
         self._policy = policy
         policy.make_rows(pools.allocate or self._zeros, pools.num_rows)
-        composition = Composition.of(type(policy))
         self.program = program = EngineProgram(
             model, settings, policy.traits, page_size=pools.page_size
         )
@@ -73,27 +71,25 @@ class CacheEngine:
         self._head_maps = _head_maps_of(policy, program.selecting, device)
         self._sparse = [x for x in range(model.num_layers) if program.is_sparse_layer(x)]
         self._resident = pools.resident
-        self._mirror = self._make_mirror()
+        books = len(program.selecting), pools.num_rows, model.num_kv_heads, selection.num_resident
+        self._mirror = ResidentMirror(books, device=device, allocate=pools.allocate)
         self._index = self._make_index(policy)
         self._counters = DeviceCounters(device)
         self.batch = DecodeBatch(
             selection,
-            num_resident=selection.num_resident,
             max_batch=max_batch,
             max_context=model.max_context,
             page_size=pools.page_size,
             selections=self._counters.selections,
             device=device,
         )
-        self._calls = PolicyCalls(
-            policy, composition, model, selection, pools, self.program, index=self._index,
-            batch=self.batch,
-        )  # fmt: skip
-        self._windows = None if composition.selects else self._make_windows(policy)
+        self._calls = PolicyCalls(policy, pools, program, index=self._index, batch=self.batch)
+        selects = self._calls.composition.selects
+        self._windows = None if selects else self._make_windows(policy)
         self._stress: Stress | None = None
         if settings.stress_selection:
             self._stress = Stress(model, device, pools.shard, max_batch=max_batch)
-        self._make_scratch(max_batch, may_repeat=composition.selects)
+        self._make_scratch(max_batch, may_repeat=selects)
         # What sources chose, for those that follow; without scores it is best first.
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._order = ScanOrder(device, is_kept=pools.is_far)
@@ -115,17 +111,6 @@ class CacheEngine:
             num_rows=self._pools.num_rows,
             device=self._device,
             allocate=self._pools.allocate or self._zeros,
-        )
-
-    def _make_mirror(self) -> ResidentMirror:
-        """Return the books of what is resident."""
-        return ResidentMirror(
-            num_layers=len(self.program.selecting),
-            max_rows=self._pools.num_rows - 1,
-            num_kv_heads=self._model.num_kv_heads,
-            num_resident=self._selection.num_resident,
-            device=self._device,
-            allocate=self._pools.allocate,
         )
 
     def _make_scratch(self, max_batch: int, *, may_repeat: bool) -> None:

@@ -13,7 +13,7 @@ from tandemkv.cache_rank.protocol.engine import Allocate
 
 
 class ResidentMirror:
-    """Books ``[num_layers, max_rows + 1, num_kv_heads, num_resident]`` int32.
+    """Books of one `shape`, ``[num_layers, num_rows, num_kv_heads, num_resident]``, int32.
 
     `last_used` counts the steps of the epoch from 1; what a seed put there counts down from 0,
     best first, so that it is evicted worst first.
@@ -22,16 +22,8 @@ class ResidentMirror:
     """
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        max_rows: int,
-        num_kv_heads: int,
-        num_resident: int,
-        device: torch.device,
-        allocate: Allocate | None,
+        self, shape: tuple[int, int, int, int], *, device: torch.device, allocate: Allocate | None
     ) -> None:
-        shape = (num_layers, max_rows + 1, num_kv_heads, num_resident)
         # On a GPU memory is committed at once anyway, and a graph's warm-up reads all of it.
         make = torch.empty if device.type == "cpu" else torch.zeros
         if allocate is None:
@@ -40,7 +32,7 @@ class ResidentMirror:
         else:
             self.positions = allocate("resident_positions", shape, torch.int32)
             self.last_used = allocate("resident_last_used", shape, torch.int32)
-        self._identity = torch.arange(num_resident, dtype=torch.int32, device=device)
+        self._identity = torch.arange(shape[-1], dtype=torch.int32, device=device)
 
     @property
     def num_resident(self) -> int:

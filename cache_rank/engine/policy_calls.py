@@ -13,8 +13,6 @@ from tandemkv.cache_rank.policies.base import Owner, Policy, SelectionInput, Sto
 from tandemkv.cache_rank.policies.composition import Composition
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.score import score_keys
 
 from .batch import DecodeBatch
@@ -41,17 +39,15 @@ class PolicyCalls:
     def __init__(
         self,
         policy: Policy,
-        composition: Composition,
-        model: ModelSpec,
-        selection: SelectionSettings,
         pools: EnginePools,
         program: EngineProgram,
         *,
         index: KeyIndex,
         batch: DecodeBatch,
     ) -> None:
-        self.composition = composition
-        self._policy, self._model, self._selection = policy, model, selection
+        self.composition = Composition.of(type(policy))
+        context = policy.context
+        self._policy, self._model, self._selection = policy, context.model, context.selection
         self._pools, self._program, self._index, self._batch = pools, program, index, batch
         self._is_eager = pools.k[0].device.type == "cpu" or not program.is_captured
         self._generations: dict[int, int] = {}

@@ -88,14 +88,13 @@ class EntryRunner:
         versions: RowVersions | None,
         *,
         epoch: int,
-        num_layers: int,
         num_resident: int,
         is_gone: Callable[[], bool],
         host: StepFlags,
         warm_up: Callable[[], None],
     ) -> None:
         self._engine, self._program, self._signals = engine, engine.program, signals
-        self._num_layers, self._num_resident = num_layers, num_resident
+        self._num_layers, self._num_resident = self._program.num_layers, num_resident
         self._tensors, self._table = tensors, tensors["req_to_token"]
         self._versions, self._epoch = versions, epoch
         self._is_gone, self._warm_up, self._host = is_gone, warm_up, host

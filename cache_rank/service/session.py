@@ -110,7 +110,6 @@ class SharedSession:
             self._make_signals(flags, settings.exchange.transfer_timeout_s, sizes.shard.index),
             self._versions(pools.log_weight),
             epoch=epoch,
-            num_layers=model.num_layers,
             num_resident=selection.num_resident,
             is_gone=self._over.is_set,
             host=flags,

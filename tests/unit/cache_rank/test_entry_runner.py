@@ -110,7 +110,6 @@ class Played:
             self.signals,
             self.kept,
             epoch=1,
-            num_layers=LAYERS,
             num_resident=self.world.width,
             is_gone=lambda: False,
             host=flags,

@@ -282,10 +282,7 @@ def test_who_asks_is_named_where_steps_are_not_captured() -> None:
     captured.is_captured = True
     pools = replace(world.pools, k=[x.to("meta") for x in world.pools.k])
     for program, owners in ((rank.program, ((2, 1), (0, 0))), (captured, ())):
-        calls = PolicyCalls(
-            rank._policy, rank._calls.composition, MODEL, world.settings.selection, pools, program,
-            index=rank._index, batch=rank.batch,
-        )  # fmt: skip
+        calls = PolicyCalls(rank._policy, pools, program, index=rank._index, batch=rank.batch)
         calls.begin_extend([2])
         assert calls._owners(torch.tensor([2, 0])) == owners
 
