@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
+from torch.nn.functional import pad
 
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.kernels.to_device import to_device
@@ -49,36 +50,28 @@ class RidgeParameters(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Window:
-    queries: torch.Tensor  # [size, Hq, D], newest last
-    count: int
-
-
-@dataclass(slots=True)
 class QueryWindows:
-    """Windows of `size` queries ``[Hq, D]`` per request and layer, newest last."""
+    """Windows of the latest `size` queries ``[Hq, D]`` per request and layer."""
 
     size: int
-    _windows: dict[Owner, dict[int, _Window]] = field(default_factory=dict)
+    _windows: dict[Owner, dict[int, torch.Tensor]] = field(default_factory=dict)
+    """``[n, Hq, D]``, `size` queries at most, newest last."""
 
     def push(self, layer: int, owner: Owner, queries: torch.Tensor) -> None:
         """Append queries ``[n, Hq, D]``, oldest first."""
         layers = self._windows.setdefault(owner, {})
-        window = layers.get(layer)
-        if window is None:
-            empty = queries.new_zeros((self.size, *queries.shape[1:]))
-            window = layers[layer] = _Window(empty, 0)
-        window.queries = torch.cat([window.queries, queries])[-self.size :]
-        window.count = min(self.size, window.count + len(queries))
+        before = layers.get(layer, queries[:0])
+        layers[layer] = torch.cat([before, queries])[-self.size :]
 
     def stack(self, layer: int, owners: Sequence[Owner]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the windows ``[S, size, Hq, D]`` and their counts ``[S]`` int64.
+        """Return the windows ``[S, size, Hq, D]``, newest last, and their counts ``[S]`` int64.
 
         Raises `KeyError` if nothing was pushed for one of `owners`.
         """
         found = [self._windows[owner][layer] for owner in owners]
-        counts = to_device([window.count for window in found], found[0].queries.device)
-        return torch.stack([window.queries for window in found]), counts
+        counts = to_device([len(window) for window in found], found[0].device)
+        filled = [pad(window, (0, 0, 0, 0, self.size - len(window), 0)) for window in found]
+        return torch.stack(filled), counts
 
     def release(self, owner: Owner) -> None:
         """Forget a request."""
