@@ -88,19 +88,11 @@ class PolicyCalls:
         ``[H, R]`` int32, and ``[W]`` int64, the positions of ``queries [W, Hq, D]``, its last ones.
         Keys and scales are as for `tandemkv.kernels.score.score_keys`, ``slots [length]``.
         """
-        page_size = self._pools.page_size
+        stored = StoredKV(self._pools.k[layer], self._pools.v[layer], slots[None])
         prompt = make_seed_input(
-            layer,
-            self._owner(row),
-            queries,
-            keys,
-            StoredKV(self._pools.k[layer], self._pools.v[layer], slots[None]),
-            pages=slots[::page_size] // page_size,
-            page_size=page_size,
-            length=len(slots),
-            selection=self._selection,
-            scale=self._model.scale,
-        )
+            self._policy, layer, self._owner(row), queries, keys, stored,
+            page_size=self._pools.page_size,
+        )  # fmt: skip
         chosen = fill_set(self._policy, prompt, num_resident)
         if self.composition.observes_prompt:
             self._policy.observe_prompt(layer, prompt.owner, queries, prompt.positions)

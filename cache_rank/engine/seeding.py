@@ -37,29 +37,29 @@ def seed_range(length: int, selection: SelectionSettings) -> tuple[int, int]:
 
 
 def make_seed_input(
+    policy: Policy,
     layer: int,
     owner: Owner,
     queries: torch.Tensor,
     keys: tuple[torch.Tensor, torch.Tensor | None],
     stored: StoredKV,
     *,
-    pages: torch.Tensor,
     page_size: int,
-    length: int,
-    selection: SelectionSettings,
-    scale: float,
 ) -> SeedInput:
-    """Return the end of a prompt as a policy sees it.
+    """Return the end of a prompt as `policy` sees it.
 
-    `keys` with their scales, `pages` and `page_size` are as for
-    `tandemkv.kernels.score.score_window`; the prompt has `length` tokens.
+    `keys` with their scales and `page_size` are as for `tandemkv.kernels.score.score_window`;
+    `stored` has the slots of all tokens of the prompt.
     """
-    (k, k_scale), (lo, hi) = keys, seed_range(length, selection)
+    (k, k_scale), slots, context = keys, stored.slots[0], policy.context
+    length, pages = len(slots), slots[::page_size] // page_size
+    lo, hi = seed_range(length, context.selection)
 
     def score(own: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return score_window(
-            own, k, pages, lo, hi, positions, scale=scale, k_scale=k_scale, page_size=page_size
-        )
+            own, k, pages, lo, hi, positions,
+            scale=context.model.scale, k_scale=k_scale, page_size=page_size,
+        )  # fmt: skip
 
     return SeedInput(
         layer=layer,
@@ -70,5 +70,5 @@ def make_seed_input(
         lo=lo,
         hi=hi,
         stored=stored,
-        budget=selection.budget_tokens,
+        budget=context.selection.budget_tokens,
     )

@@ -166,8 +166,8 @@ def test_a_prompt_is_seeded_with_neighbours(make_bench):
         context = replace(make_bench("oracle").context, selection=selection)
         policy, slots = find_policy("oracle")(context), torch.arange(60, dtype=torch.int32)
         prompt = make_seed_input(
-            0, (1, 1), queries, (keys, None), StoredKV(keys, keys, slots[None]),
-            pages=slots, page_size=1, length=60, selection=selection, scale=1.0,
+            policy, 0, (1, 1), queries, (keys, None), StoredKV(keys, keys, slots[None]),
+            page_size=1,
         )  # fmt: skip
         for head in fill_set(policy, prompt, 8).tolist():
             assert head[:5] == [0, 1, 2, 3, 30]
