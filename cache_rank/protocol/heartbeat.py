@@ -20,6 +20,7 @@ from .errors import CacheRankLostError, ProtocolError
 from .fault_points import reach
 from .ipc import IpcDealer, IpcRouter
 from .messages import Heartbeat, HeartbeatReply, Message, StatusReply, StatusRequest
+from .settings.exchange_settings import ExchangeSettings
 
 _LOG = logging.getLogger(__name__)
 _JOIN_S = 5.0
@@ -116,23 +117,23 @@ class HeartbeatServer(StatusServer):
     """The cache rank's end: answers heartbeats, and notices when they stop.
 
     `busy` returns for how many seconds the current message has kept the service busy. `on_silence`
-    is called once per epoch, in the server's thread, when ``interval_s * misses`` have passed since
-    the last heartbeat of the epoch; before the first one nothing is missed.
+    is called once per epoch, in the server's thread, when as many heartbeats as `exchange` says
+    have not come since the last one of the epoch; before the first one nothing is missed.
     """
 
     def __init__(
         self,
         socket_path: Path,
+        exchange: ExchangeSettings,
         *,
         busy: Callable[[], float],
         status: Callable[[], StatusReply],
         on_silence: Callable[[], None],
-        interval_s: float,
-        misses: int,
     ) -> None:
         self._busy = busy
         self._on_silence = on_silence
-        self._patience_s = interval_s * misses
+        interval_s = exchange.heartbeat_interval_s
+        self._patience_s = interval_s * exchange.heartbeat_misses
         self._guard = threading.Lock()
         self._epoch = 0
         self._patience: Patience | None = None
@@ -170,25 +171,18 @@ class HeartbeatServer(StatusServer):
 class HeartbeatClient:
     """The inference rank's end.
 
-    ``interval_s * misses`` without an answer is a loss, and so is a service that is busy with one
-    message for longer than `max_busy_s`. `on_lost` is called once per `start`, in the client's
-    thread, with the reason; it may call `start` and `stop`.
+    As many heartbeats without an answer as `exchange` says are a loss, and so is a service that is
+    busy with one message for longer than a transfer may take. `on_lost` is called once per `start`,
+    in the client's thread, with the reason; it may call `start` and `stop`.
     """
 
     def __init__(
-        self,
-        socket_path: Path,
-        *,
-        interval_s: float,
-        misses: int,
-        on_lost: Callable[[str], None],
-        max_busy_s: float,
+        self, socket_path: Path, exchange: ExchangeSettings, on_lost: Callable[[str], None]
     ) -> None:
-        self._socket_path = socket_path
-        self._interval_s = interval_s
-        self._misses = misses
-        self._on_lost = on_lost
-        self._max_busy_s = max_busy_s
+        self._socket_path, self._on_lost = socket_path, on_lost
+        self._interval_s = exchange.heartbeat_interval_s
+        self._patience_s = self._interval_s * exchange.heartbeat_misses
+        self._max_busy_s = exchange.transfer_timeout_s
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -218,8 +212,7 @@ class HeartbeatClient:
 
     def _watch(self, dealer: IpcDealer, epoch: int, stopping: threading.Event) -> str | None:
         """Return the reason of the loss, None if stopped."""
-        patience_s, sequence = self._interval_s * self._misses, 0
-        patience = Patience(patience_s, turn_s=2 * self._interval_s)
+        sequence, patience = 0, Patience(self._patience_s, turn_s=2 * self._interval_s)
         while not stopping.is_set():
             now = time.monotonic()
             sequence += 1
@@ -236,8 +229,8 @@ class HeartbeatClient:
                 stopping.wait(max(0.0, now + self._interval_s - time.monotonic()))
             elif patience.is_over():
                 return (
-                    f"no heartbeat for {patience_s:g} s: its process hangs, or lacks CPU time "
-                    "(exchange.heartbeat_misses gives it longer)"
+                    f"no heartbeat for {self._patience_s:g} s: its process hangs, or lacks CPU "
+                    "time (exchange.heartbeat_misses gives it longer)"
                 )
         return None
 

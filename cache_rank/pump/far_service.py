@@ -91,15 +91,8 @@ class FarPump:
         self._kept, self._books = MappedTensors(self._homes), MappedTensors(self._homes)
         self._memory = 0
         self._guest: _Guest | None = None
-        exchange = settings.exchange
-        rehearse_flags(self._homes.here, exchange.transfer_timeout_s)
-        self._heartbeat = HeartbeatClient(
-            run_dir.heartbeat_socket,
-            interval_s=exchange.heartbeat_interval_s,
-            misses=exchange.heartbeat_misses,
-            on_lost=self._end,
-            max_busy_s=exchange.transfer_timeout_s,
-        )
+        rehearse_flags(self._homes.here, settings.exchange.transfer_timeout_s)
+        self._heartbeat = HeartbeatClient(run_dir.heartbeat_socket, settings.exchange, self._end)
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""

@@ -100,11 +100,10 @@ class NearPump:
             self._listener = DescriptorListener(run_dir.memory_socket)
             self._heartbeat = HeartbeatServer(
                 run_dir.heartbeat_socket,
+                self._exchange,
                 busy=lambda: 0.0,
                 status=self.status,
                 on_silence=lambda: self._end("the inference rank is silent"),
-                interval_s=self._exchange.heartbeat_interval_s,
-                misses=self._exchange.heartbeat_misses,
             )
         except BaseException:
             self._control.close()

@@ -84,16 +84,14 @@ class SharedEngineService:
         self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None
         self._control = ControlServer(run_dir)
-        exchange = settings.exchange
         try:
             self._listener = DescriptorListener(run_dir.memory_socket)
             self._heartbeat = HeartbeatServer(
                 run_dir.heartbeat_socket,
+                settings.exchange,
                 busy=self._clock.busy_s,
                 status=self.status,
                 on_silence=self._abort,
-                interval_s=exchange.heartbeat_interval_s,
-                misses=exchange.heartbeat_misses,
             )
         except BaseException:
             self._control.close()

@@ -137,13 +137,7 @@ class SharedConnection:
         self._is_first = False
         exchange = settings.exchange
         self._limit_s = limit_s(exchange)
-        self._heartbeat = HeartbeatClient(
-            run_dir.heartbeat_socket,
-            interval_s=exchange.heartbeat_interval_s,
-            misses=exchange.heartbeat_misses,
-            on_lost=self.mark_lost,
-            max_busy_s=exchange.transfer_timeout_s,
-        )
+        self._heartbeat = HeartbeatClient(run_dir.heartbeat_socket, exchange, self.mark_lost)
 
     @property
     def parts(self) -> tuple[SharedConnection, ...]:

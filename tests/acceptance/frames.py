@@ -221,8 +221,8 @@ def heartbeat(stack: contextlib.ExitStack) -> Decoder:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     status = StatusReply(role="cache_rank", epoch=1, ready=True, values={}, info={})
     server = HeartbeatServer(
-        Path(folder) / "h.sock", busy=lambda: 0.0, status=lambda: status,
-        on_silence=lambda: None, interval_s=1.0, misses=3,
+        Path(folder) / "h.sock", RankSettings().exchange, busy=lambda: 0.0,
+        status=lambda: status, on_silence=lambda: None,
     )  # fmt: skip
     stack.callback(server.close)
     server.expect(1)

@@ -27,9 +27,14 @@ from tandemkv.cache_rank.protocol.heartbeat import (
 )
 from tandemkv.cache_rank.protocol.ipc import IpcDealer
 from tandemkv.cache_rank.protocol.messages import StatusReply, StatusRequest
+from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
 
 INTERVAL_S = 0.1
 MISSES = 3
+EXCHANGE = ExchangeSettings(
+    heartbeat_interval_s=INTERVAL_S, heartbeat_misses=MISSES, transfer_timeout_s=5.0
+)
+PATIENT = EXCHANGE.model_copy(update={"heartbeat_misses": 30})
 STATUS = StatusReply(role="cache", epoch=3, ready=True, values={"steps": 2.0}, info={})
 
 
@@ -43,22 +48,15 @@ class _Pair:
         self.silences = 0
         self.losses: queue.Queue[str] = queue.Queue()
         self.server = self.serve()
-        self.client = HeartbeatClient(
-            path,
-            interval_s=INTERVAL_S,
-            misses=MISSES,
-            on_lost=self.losses.put,
-            max_busy_s=5.0,
-        )
+        self.client = HeartbeatClient(path, EXCHANGE, self.losses.put)
 
     def serve(self) -> HeartbeatServer:
         return HeartbeatServer(
             self.path,
+            EXCHANGE,
             busy=lambda: self.busy_s,
             status=self._status,
             on_silence=self._count,
-            interval_s=INTERVAL_S,
-            misses=MISSES,
         )
 
     def _status(self) -> StatusReply:
@@ -128,7 +126,9 @@ def test_start_and_stop_may_be_called_from_the_callback(tmp_path: Path) -> None:
             done.set()
 
     client = HeartbeatClient(
-        tmp_path / "h.sock", interval_s=0.02, misses=2, on_lost=on_lost, max_busy_s=1.0
+        tmp_path / "h.sock",
+        ExchangeSettings(heartbeat_interval_s=0.02, heartbeat_misses=2, transfer_timeout_s=1.0),
+        on_lost,
     )
     client.start(1)
     assert done.wait(3.0)
@@ -213,9 +213,7 @@ def test_forget_ends_the_watch_and_tells_the_client(pair: _Pair) -> None:
 def test_delay_in_the_server_itself_is_no_silence(pair: _Pair) -> None:
     """Heartbeats wait in the queue while a callback holds the thread."""
     pair.delay_s = 2 * INTERVAL_S * MISSES
-    pair.client = HeartbeatClient(
-        pair.path, interval_s=INTERVAL_S, misses=30, on_lost=pair.losses.put, max_busy_s=5.0
-    )
+    pair.client = HeartbeatClient(pair.path, PATIENT, pair.losses.put)
     pair.server.expect(3)
     pair.client.start(3)
     time.sleep(2 * INTERVAL_S)
@@ -230,10 +228,12 @@ import sys, time
 from pathlib import Path
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
 def status():
     return StatusReply(role="cache", epoch=3, ready=True, values={}, info={})
-server = HeartbeatServer(Path(sys.argv[1]), busy=lambda: 0.0, status=status,
-    on_silence=lambda: print("silence", flush=True), interval_s=0.1, misses=3)
+exchange = ExchangeSettings(heartbeat_interval_s=0.1, heartbeat_misses=3)
+server = HeartbeatServer(Path(sys.argv[1]), exchange, busy=lambda: 0.0, status=status,
+    on_silence=lambda: print("silence", flush=True))
 server.expect(3)
 print("ready", flush=True)
 time.sleep(60)
@@ -258,13 +258,7 @@ def test_hung_or_dead_process_is_noticed(
     child: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
 ) -> None:
     losses: queue.Queue[str] = queue.Queue()
-    client = HeartbeatClient(
-        tmp_path / "h.sock",
-        interval_s=INTERVAL_S,
-        misses=MISSES,
-        on_lost=losses.put,
-        max_busy_s=5.0,
-    )
+    client = HeartbeatClient(tmp_path / "h.sock", EXCHANGE, losses.put)
     client.start(3)
     time.sleep(4 * INTERVAL_S)
     assert losses.empty()
@@ -279,9 +273,7 @@ def test_pause_of_the_server_itself_is_no_silence(
     child: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     losses: queue.Queue[str] = queue.Queue()
-    client = HeartbeatClient(
-        tmp_path / "h.sock", interval_s=INTERVAL_S, misses=30, on_lost=losses.put, max_busy_s=5.0
-    )
+    client = HeartbeatClient(tmp_path / "h.sock", PATIENT, losses.put)
     client.start(3)
     time.sleep(3 * INTERVAL_S)
     child.send_signal(signal.SIGSTOP)
@@ -345,9 +337,7 @@ def test_a_watch_that_breaks_is_a_loss(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(heartbeat, "IpcDealer", no_more_sockets)
     losses: queue.Queue[str] = queue.Queue()
-    client = HeartbeatClient(
-        tmp_path / "h.sock", interval_s=0.1, misses=3, on_lost=losses.put, max_busy_s=5.0
-    )
+    client = HeartbeatClient(tmp_path / "h.sock", EXCHANGE, losses.put)
     client.start(1)
     try:
         assert "Too many open files" in losses.get(timeout=5)
