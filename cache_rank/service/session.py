@@ -23,7 +23,6 @@ from tandemkv.cache_rank.protocol.memory.descriptor_socket import wait_for_hang_
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
-    check_region,
     part_books,
     pools_of,
 )
@@ -84,7 +83,6 @@ class SharedSession:
     ) -> None:
         selection = settings.selection
         self.made = part_books(tensors, model, selection, sizes)
-        check_region(tensors, model, selection, sizes)
         self.number, self._clock = epoch, clock
         self._connection, self._tensors = connection, tensors
         pools = replace(

@@ -239,33 +239,23 @@ def specs_by_life(
 def part_books(
     tensors: MappedTensors, model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
 ) -> MappedTensors:
-    """Take out of `tensors` what an engine of an earlier epoch made, and return it."""
-    wanted = specs_by_life(model, selection, sizes, on_gpu=tensors.homes.are_on_gpu)
-    known = {spec.name for specs in wanted for spec in specs}
-    books = MappedTensors(tensors.homes)
-    names = [x.name for x in tensors.specs if x.name not in known]
-    tensors.hand_over([x for x in names if not x.startswith(PREDICTOR_PREFIX)], books)
-    return books
+    """Take out of `tensors` what an engine of an earlier epoch made, and return it.
 
-
-def check_region(
-    tensors: MappedTensors, model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
-) -> None:
-    """Refuse another set of tensors than the two ranks agreed on.
-
-    Weights of the prediction (`predictor_weights`) come beside them, and are checked by who reads
-    them. Raises `ProtocolError`, naming the first that differs.
+    All else has to be what the two ranks agreed on, and weights of the prediction
+    (`predictor_weights`), which are checked by who reads them. Raises `ProtocolError`, naming the
+    first that differs.
     """
+    found = {spec.name: spec for spec in tensors.specs}
     wanted = specs_by_life(model, selection, sizes, on_gpu=tensors.homes.are_on_gpu)
-    found = {x.name: x for x in tensors.specs if not x.name.startswith(PREDICTOR_PREFIX)}
     for spec in (spec for specs in wanted for spec in specs):
         if found.pop(spec.name, None) != spec:
             raise ProtocolError(
                 f"mapped tensor {spec.name!r} must be {spec.dtype}{list(spec.shape)}; start both "
                 "ranks with the same settings"
             )
-    if found:
-        raise ProtocolError(f"mapped tensors {sorted(found)} are unknown; use one version")
+    books = MappedTensors(tensors.homes)
+    tensors.hand_over([x for x in found if not x.startswith(PREDICTOR_PREFIX)], books)
+    return books
 
 
 def pools_of(

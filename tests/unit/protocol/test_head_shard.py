@@ -14,9 +14,9 @@ from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
-    check_region,
     is_pool,
     kept_specs,
+    part_books,
     pools_of,
     specs_by_life,
 )
@@ -125,9 +125,9 @@ def test_staging_is_of_the_shard_and_another_shard_count_is_refused() -> None:
     assert shapes["queries"][2] == 2
     tensors = MappedTensors()
     tensors.allocate_all(specs)
-    check_region(tensors, model, SELECTION, own)
+    part_books(tensors, model, SELECTION, own)
     with pytest.raises(ProtocolError, match="mapped tensor 'kv' must be"):
-        check_region(tensors, model, SELECTION, SIZES)
+        part_books(tensors, model, SELECTION, SIZES)
     tensors.close()
 
 

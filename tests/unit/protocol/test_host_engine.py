@@ -27,7 +27,6 @@ from tandemkv.cache_rank.protocol.memory.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
-    check_region,
     part_books,
     pools_of,
     specs_by_life,
@@ -146,7 +145,6 @@ def test_all_that_both_map_is_host_memory_that_the_gpus_process_locks(
 def test_the_engine_gets_the_pool_and_no_sets(runtime: FakeRuntime) -> None:
     made, seen = made_and_seen()
     assert part_books(seen, MODEL, SELECTION, SIZES).specs == ()
-    check_region(seen, MODEL, SELECTION, SIZES)
     pools = pools_of(seen, MODEL, SELECTION, SIZES)
     assert (pools.num_slots, pools.num_rows, pools.is_far) == (40, 5, True)
     assert {tuple(x.shape) for pair in pools.resident for x in pair} == {(5, 0, 2, 8)}

@@ -31,7 +31,6 @@ from tandemkv.cache_rank.protocol.memory.shared_devices import (
 )
 from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
-    check_region,
     part_books,
     pools_of,
     specs_by_life,
@@ -143,7 +142,6 @@ def test_what_the_engine_writes_is_what_the_model_reads(on_gpus: bool, driver: F
     seen = mapped_by(homes_of(SECOND) if on_gpus else Homes.on_host(), made)
     assert bool(driver.created) is on_gpus
     assert part_books(seen, MODEL, SELECTION, SIZES).specs == ()
-    check_region(seen, MODEL, SELECTION, SIZES)
     pools = pools_of(seen, MODEL, SELECTION, SIZES)
     assert pools.is_far
     assert pools.num_slots == 40
@@ -202,9 +200,8 @@ def test_several_engines_have_layers_of_the_pool_and_what_is_their_own(three: Fa
             for spec, descriptor in zip(tensors.specs, tensors.descriptors, strict=True):
                 seen.attach(spec, os.dup(descriptor))
         assert part_books(seen, model, SELECTION, own_sizes).specs == ()
-        check_region(seen, model, SELECTION, own_sizes)
         with pytest.raises(ProtocolError, match="start both ranks with the same"):
-            check_region(seen, model, SELECTION, replace(own_sizes, num_sharing=1))
+            part_books(seen, model, SELECTION, replace(own_sizes, num_sharing=1))
         pools = pools_of(seen, model, SELECTION, own_sizes)
         for layer in range(3):
             pools.k[layer][5] = 1.0 + layer + 10 * shard.index
@@ -261,7 +258,7 @@ def test_another_layout_is_refused(driver: FakeDriver) -> None:
     made = made_by(homes_of(FIRST))
     near = replace(SIZES, is_apart=False)
     with pytest.raises(ProtocolError, match=r"'kv' must be .*; start both ranks with the same"):
-        check_region(made, MODEL, SELECTION, near)
+        part_books(made, MODEL, SELECTION, near)
     made.close()
 
 
