@@ -182,17 +182,13 @@ class Codec(Generic[T]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
 
-    def version_of(self, frame: bytes) -> int | None:
-        """Return the protocol version of a first message, be it another than ours; else None."""
-        try:
-            return self._opening.decode(frame).protocol_version
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-
     def refusal_of(self, frame: bytes) -> Refused | None:
         """Return the answer to a first message of another protocol version; else None."""
-        version = self.version_of(frame)
-        return None if version in (None, PROTOCOL_VERSION) else refuse_version(version)
+        try:
+            version = self._opening.decode(frame).protocol_version
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return None if version == PROTOCOL_VERSION else refuse_version(version)
 
 
 def refuse_version(version: int) -> Refused:

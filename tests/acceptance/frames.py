@@ -205,7 +205,7 @@ def control(_stack: contextlib.ExitStack) -> Decoder:
         try:
             message = decode(frame)
         except ProtocolError:
-            CODEC.version_of(frame)
+            CODEC.refusal_of(frame)
             return "refused"
         again = encode(message)  # compared as bytes: NaN, which a gauge may be, is not itself
         assert encode(decode(again)) == again

@@ -83,7 +83,7 @@ def test_round_trip(message: Message) -> None:
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_are_refused_or_sound(frame: bytes) -> None:
     _outcome(frame)
-    CODEC.version_of(frame)
+    CODEC.refusal_of(frame)
 
 
 @pytest.mark.parametrize(
@@ -141,5 +141,7 @@ def test_hello_does_not_show_its_token() -> None:
 def test_version_of_a_foreign_hello_is_read() -> None:
     frame = msgspec.msgpack.encode([1, 7, "whatever", {"a": 1}, 3, 4, 5, 6, 7, 8])
     assert _outcome(frame) is None
-    assert CODEC.version_of(frame) == 7
-    assert CODEC.version_of(encode(Goodbye(epoch=1))) is None
+    refused = CODEC.refusal_of(frame)
+    assert refused is not None
+    assert refused.message.startswith("inference rank has 7,")
+    assert CODEC.refusal_of(encode(Goodbye(epoch=1))) is None
