@@ -96,7 +96,7 @@ class CacheEngine:
         self._probe = SelectionProbe.from_settings(settings)
         if pools.is_far:
             let_chain(device)
-        self._seeder = Seeder(model, pools, self._mirror, device)
+        self._seeder = Seeder(pools, self._mirror)
         self._num_steps = 0
 
     def _make_windows(self, policy: Policy) -> DeviceQueryWindows | None:
@@ -106,10 +106,8 @@ class CacheEngine:
         assert isinstance(policy, WindowedPolicy)  # as declared
         return DeviceQueryWindows(
             policy,
-            self._model,
             num_layers=len(self.program.sources),
             num_rows=self._pools.num_rows,
-            device=self._device,
             allocate=self._pools.allocate or self._zeros,
         )
 

@@ -9,7 +9,6 @@ import torch
 
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.engine import Allocate
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.kernels.query_window import push_and_predict
 from tandemkv.kernels.to_device import to_device
 
@@ -31,15 +30,9 @@ class DeviceQueryWindows:
     """
 
     def __init__(
-        self,
-        policy: WindowedPolicy,
-        model: ModelSpec,
-        *,
-        num_layers: int,
-        num_rows: int,
-        device: torch.device,
-        allocate: Allocate,
+        self, policy: WindowedPolicy, *, num_layers: int, num_rows: int, allocate: Allocate
     ) -> None:
+        model = policy.context.model
         options, prediction = policy.options, policy.capabilities.prediction
         assert prediction is not None
         self._prediction = prediction
@@ -56,6 +49,7 @@ class DeviceQueryWindows:
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
         if options.unrotate:
+            device = self._windows.device
             rotary = policy.context.rotary
             assert rotary is not None  # the policy's constructor asks for it
             if rotary.order is not None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from tandemkv.cache_rank.protocol.engine import EnginePools
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.to_device import to_device
@@ -21,16 +20,10 @@ from .seeding import seed_range
 class Seeder:
     """Writes whole sets: of prompts, chosen by their last queries, and of grown requests."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        pools: EnginePools,
-        mirror: ResidentMirror,
-        device: torch.device,
-    ) -> None:
-        self._model, self._pools = model, pools
-        self._mirror, self._device = mirror, device
-        self._all_slots = torch.arange(mirror.num_resident, dtype=torch.int32, device=device)
+    def __init__(self, pools: EnginePools, mirror: ResidentMirror) -> None:
+        self._pools, self._mirror = pools, mirror
+        self._num_heads, self._device = mirror.positions.shape[2], mirror.positions.device
+        self._all_slots = torch.arange(mirror.num_resident, dtype=torch.int32, device=self._device)
         self._prompts: list[torch.Tensor] = []
 
     def begin_extend(self, tables: Sequence[torch.Tensor]) -> None:
@@ -75,7 +68,7 @@ class Seeder:
             self._pools.log_weight[:, rows] = float("-inf")
         if tables is None:
             return
-        tables, shape = tables.to(self._device), (len(rows), self._model.num_kv_heads, -1)
+        tables, shape = tables.to(self._device), (len(rows), self._num_heads, -1)
         positions = self._all_slots.expand(shape).contiguous()
         for layer in layers:
             self._copy(layer, rows, tables, positions)
@@ -107,7 +100,7 @@ class Seeder:
         chosen = torch.full((width,), -1, dtype=torch.int32)
         chosen[:lo] = torch.arange(lo, dtype=torch.int32)
         chosen[lo : lo + len(latest)] = latest
-        positions = chosen.to(self._device).expand(self._model.num_kv_heads, -1).contiguous()
+        positions = chosen.to(self._device).expand(self._num_heads, -1).contiguous()
         rows = to_device([row], self._device)
         if self._pools.log_weight is not None:
             self._pools.log_weight[:, row] = float("-inf")
