@@ -17,7 +17,7 @@ Kinds of keys, by the dtype of `k_pool`
         is quantized when it is complete: candidates must lie in completed pages.
 """
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -123,37 +123,43 @@ def check_keys(
     dims.check_groups("num_qo_heads", "num_kv_heads")
 
 
-def check_scan(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    slots: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    width: int,
-    pooling: str,
-    k_scale: torch.Tensor | None,
-    page_size: int,
-    active: torch.Tensor | None,
-    channels: torch.Tensor | None,
-) -> Dims:
-    """Check what `score_keys` reads, and return the sizes; raise `ValueError` as it does."""
-    dims = Dims()
-    query_dim = "head_dim" if channels is None else "query_dim"
-    dims.check("q", q, f"num_reqs num_qo_heads {query_dim}", FLOATS)
-    check_keys(dims, k_pool, k_scale, page_size)
-    if channels is not None:
-        dims.check("channels", channels, "num_kv_heads head_dim", (torch.int64,))
-        if not channels.is_contiguous():
-            fail("channels.stride()", channels.stride(), "contiguous")
-    dims.check("slots", slots, "num_reqs max_pages", INTS)
-    dims.check("lo", lo, "num_reqs", INTS)
-    dims.check("hi", hi, "num_reqs", INTS)
-    check_int("width", width, minimum=0, maximum=dims["max_pages"] * page_size)
-    if pooling not in POOLINGS:
-        fail("pooling", repr(pooling), f"one of {POOLINGS}")
-    if active is not None:
-        dims.check("active", active, "num_reqs", BOOL + INT8)
-    return dims
+@dataclass(frozen=True, slots=True)
+class KeyScan:
+    """The arguments of `score_keys` that say what is read, and how it is scored."""
+
+    q: torch.Tensor
+    k_pool: torch.Tensor
+    slots: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+    _: KW_ONLY
+    width: int
+    scale: float
+    pooling: str = "softmax_mean"
+    k_scale: torch.Tensor | None = None
+    page_size: int = 1
+    active: torch.Tensor | None = None
+    channels: torch.Tensor | None = None
+
+    def check(self) -> Dims:
+        """Return the sizes; raise `ValueError` as `score_keys` does."""
+        dims, channels = Dims(), self.channels
+        query_dim = "head_dim" if channels is None else "query_dim"
+        dims.check("q", self.q, f"num_reqs num_qo_heads {query_dim}", FLOATS)
+        check_keys(dims, self.k_pool, self.k_scale, self.page_size)
+        if channels is not None:
+            dims.check("channels", channels, "num_kv_heads head_dim", (torch.int64,))
+            if not channels.is_contiguous():
+                fail("channels.stride()", channels.stride(), "contiguous")
+        dims.check("slots", self.slots, "num_reqs max_pages", INTS)
+        dims.check("lo", self.lo, "num_reqs", INTS)
+        dims.check("hi", self.hi, "num_reqs", INTS)
+        check_int("width", self.width, minimum=0, maximum=dims["max_pages"] * self.page_size)
+        if self.pooling not in POOLINGS:
+            fail("pooling", repr(self.pooling), f"one of {POOLINGS}")
+        if self.active is not None:
+            dims.check("active", self.active, "num_reqs", BOOL + INT8)
+        return dims
 
 
 def _check_buffers(
@@ -247,17 +253,15 @@ def score_keys(
     passes of ``softmax_mean`` logits stand in float16 relative to the maximum of at most 64 tokens.
     In plain torch it loops over requests and reads `lo` and `hi` on the host.
     """
-    dims = check_scan(
-        q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active, channels
-    )
-    _check_buffers(dims, width, out, scratch)
+    scan = KeyScan(
+        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+        page_size=page_size, active=active, channels=channels,
+    )  # fmt: skip
+    _check_buffers(scan.check(), width, out, scratch)
     if uses_triton(q.device):
         from tandemkv.kernels.triton_ops.score import score_keys as on_gpu
 
-        return on_gpu(
-            q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-            page_size=page_size, active=active, channels=channels, out=out, scratch=scratch,
-        )  # fmt: skip
+        return on_gpu(scan, out=out, scratch=scratch)
     num_reqs, num_kv_heads = len(q), k_pool.shape[1]
     grouped = (q.float() * scale).reshape(num_reqs, num_kv_heads, -1, q.shape[2])
     if channels is not None:

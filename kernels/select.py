@@ -12,7 +12,7 @@ import torch
 from tandemkv.kernels.check import Dims, check_int, fail
 from tandemkv.kernels.dispatch import uses_triton
 from tandemkv.kernels.position_pooling import check_reach, pool_positions
-from tandemkv.kernels.score import ScoreScratch, check_scan, make_score_scratch, score_keys
+from tandemkv.kernels.score import KeyScan, ScoreScratch, make_score_scratch, score_keys
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 
@@ -99,9 +99,11 @@ def score_topk(
     mantissa. A share of 2**-14 and more is within a sixteenth, one below may be off by 2**-18, and
     below 2**-18 it counts as none. What stands in the scratch afterwards is undefined.
     """
-    dims = check_scan(
-        q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active, channels
-    )
+    scan = KeyScan(
+        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+        page_size=page_size, active=active, channels=channels,
+    )  # fmt: skip
+    dims = scan.check()
     check_int("k", k, minimum=0)
     if scratch is not None:
         _check_scratch(dims, scratch, width)
@@ -110,10 +112,8 @@ def score_topk(
         from tandemkv.kernels.triton_ops.select import score_topk as on_gpu
 
         return on_gpu(
-            q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling,
-            k_scale=k_scale, page_size=page_size, active=active, channels=channels,
-            scratch=scratch, scan_stream=scan_stream, pooled_positions=pooled_positions,
-        )  # fmt: skip
+            scan, k, scratch=scratch, scan_stream=scan_stream, pooled_positions=pooled_positions
+        )
     scores = score_keys(
         q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
         page_size=page_size, active=active, channels=channels,

@@ -14,6 +14,7 @@ from tandemkv.kernels.score import (
     MAX_SPLITS,
     MIN_TILE,
     PROGRAMS_PER_SM,
+    KeyScan,
     ScoreScratch,
     make_score_scratch,
 )
@@ -75,48 +76,35 @@ def _stages(tuning: Tuning, tile_bytes: int, device: torch.device) -> int:
 
 
 def score_keys(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    slots: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    *,
-    width: int,
-    scale: float,
-    pooling: str = "softmax_mean",
-    k_scale: torch.Tensor | None = None,
-    page_size: int = 1,
-    active: torch.Tensor | None = None,
-    channels: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    scratch: ScoreScratch | None = None,
+    keys: KeyScan, *, out: torch.Tensor | None = None, scratch: ScoreScratch | None = None
 ) -> torch.Tensor:
     """Score candidates; see `tandemkv.kernels.score.score_keys`."""
-    num_reqs, num_qo_heads = q.shape[:2]
-    num_kv_heads = k_pool.shape[1]
+    (num_reqs, num_qo_heads), num_kv_heads = keys.q.shape[:2], keys.k_pool.shape[1]
+    lo, hi, width, device = keys.lo, keys.hi, keys.width, keys.q.device
     if out is None:
         shape = (num_reqs, num_kv_heads, width)
-        out = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
+        out = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
     if not num_reqs or not width:
         return out
     if scratch is None:
-        scratch = make_score_scratch(num_reqs, num_qo_heads, num_kv_heads, width, q.device)
-    scanned = scan(
-        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, channels=channels, out=out, scratch=scratch,
-    )  # fmt: skip
-    if pooling == "softmax_mean":
+        scratch = make_score_scratch(num_reqs, num_qo_heads, num_kv_heads, width, device)
+    scanned = scan(keys, out=out, scratch=scratch)
+    if keys.pooling == "softmax_mean":
         tiles = max(1, POOL[0] // scanned.block_n)
         pool_kernel[(num_reqs * num_kv_heads, triton.cdiv(width, tiles * scanned.block_n))](
-            lo, hi, lo if active is None else active.view(torch.int8),
-            out, scratch.logits, scratch.tile_max, scratch.split_lse,
+            *ranges_of(keys), out, scratch.logits, scratch.tile_max, scratch.split_lse,
             width, num_kv_heads, scanned.num_splits, out.shape[2],
             scratch.logits.shape[2], scratch.tile_max.shape[2], lo.stride(0), hi.stride(0),
-            HAS_ACTIVE=active is not None, GROUP=num_qo_heads // num_kv_heads,
+            HAS_ACTIVE=keys.active is not None, GROUP=num_qo_heads // num_kv_heads,
             PAD_G=scratch.logits.shape[3], BLOCK_N=scanned.block_n, BLOCK_T=tiles,
             BLOCK_S=triton.next_power_of_2(scanned.num_splits), num_warps=POOL[1],
         )  # fmt: skip
     return out
+
+
+def ranges_of(keys: KeyScan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `lo`, `hi` and what kernels take as `active`, which some tensor stands in for."""
+    return keys.lo, keys.hi, keys.lo if keys.active is None else keys.active.view(torch.int8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,35 +125,21 @@ class Scanned:
 
 
 def scan(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    slots: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    *,
-    width: int,
-    scale: float,
-    pooling: str,
-    k_scale: torch.Tensor | None,
-    page_size: int,
-    active: torch.Tensor | None,
-    channels: torch.Tensor | None,
-    out: torch.Tensor,
-    scratch: ScoreScratch,
-    may_code: bool = False,
+    keys: KeyScan, *, out: torch.Tensor, scratch: ScoreScratch, may_code: bool = False
 ) -> Scanned:
     """Launch the pass over the keys; `out` is not written for ``softmax_mean``.
 
     With `may_code` codes (`encode_share`) are left instead of logits for int4 keys: what they
     lose does not show beside what the keys have lost, and half of the bytes go both ways.
     """
-    num_reqs, num_qo_heads = q.shape[:2]
-    num_kv_heads = k_pool.shape[1]
+    q, k_pool, k_scale, slots = keys.q, keys.k_pool, keys.k_scale, keys.slots
+    width, page_size, channels = keys.width, keys.page_size, keys.channels
+    (num_reqs, num_qo_heads), num_kv_heads = q.shape[:2], k_pool.shape[1]
     head_dim = q.shape[2] if channels is None else channels.shape[1]
     kind, group = _kind(k_pool), num_qo_heads // num_kv_heads
     pad_g = scratch.logits.shape[3]
     # Where the choice searches in memory, a token's codes make room for its score.
-    is_coded = may_code and kind == "int4" and pooling == "softmax_mean" and pad_g >= 4
+    is_coded = may_code and kind == "int4" and keys.pooling == "softmax_mean" and pad_g >= 4
     is_narrow = kind == "int4" and head_dim <= _FEW_CHANNELS and group <= _SMALL_GROUP
     tuning = TUNING["int4 of few channels" if is_narrow else kind]
     logits = scratch.logits.view(torch.uint8) if is_coded else scratch.logits
@@ -173,15 +147,14 @@ def scan(
     num_programs = math.prod(scratch.split_lse.shape[:3]) * tuning.programs // PROGRAMS_PER_SM
     num_splits = max(1, min(MAX_SPLITS, num_programs // (num_reqs * num_kv_heads)))
     scratch_width, scratch_tiles = scratch.logits.shape[2], scratch.tile_max.shape[2]
-    factor = scale * (math.log2(math.e) if pooling == "softmax_mean" else 1.0)
+    factor = keys.scale * (math.log2(math.e) if keys.pooling == "softmax_mean" else 1.0)
     scales = q if k_scale is None else k_scale  # stands in for a pointer that is not read
-    kept = lo if channels is None else channels  # likewise
+    kept = keys.lo if channels is None else channels  # likewise
     # Copies of a pool would be made in silence, and in every captured layer.
     if k_pool.stride(-1) != 1 or slots.stride(1) != 1:
         fail("strides of k_pool, slots", (k_pool.stride(), slots.stride()), "1 in the last place")
     if kind == "int4" and scales.stride()[2:] != (head_dim, 1):
         fail("k_scale.stride()", scales.stride(), f"{(head_dim, 1)} in the last two places")
-    ranges = (lo, hi, lo if active is None else active.view(torch.int8))
     block_n = min(tuning.block_n, page_size) if kind == "int4" else tuning.block_n
     halves = 2 if is_coded and pad_g == 4 and block_n > MIN_TILE else 1
     rounded = rounded_dtype(k_pool)
@@ -190,12 +163,12 @@ def scan(
     dim = head_dim // 2 if kind == "int4" else head_dim
     block_d = max(16, triton.next_power_of_2(dim))  # as wide as a tile is in shared memory
     scan_kernel[(num_reqs * num_splits * num_kv_heads,)](
-        q, k_pool, scales, kept, slots, *ranges, out,
+        q, k_pool, scales, kept, slots, *ranges_of(keys), out,
         logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
         factor, width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
         *q.stride(), *k_pool.stride()[:3], *scales.stride()[:2],
-        slots.stride(0), lo.stride(0), hi.stride(0),
-        KIND=kind, POOLING=pooling, HAS_ACTIVE=active is not None,
+        slots.stride(0), keys.lo.stride(0), keys.hi.stride(0),
+        KIND=kind, POOLING=keys.pooling, HAS_ACTIVE=keys.active is not None,
         HAS_CHANNELS=channels is not None, GROUP=group, PAD_G=pad_g, BLOCK_G=max(8, pad_g),
         PAGE=page_size, BLOCK_N=block_n, BLOCK_P=_BLOCK_PAGES,
         DIM=dim, BLOCK_D=block_d,

@@ -23,12 +23,12 @@ import torch
 import triton
 
 from tandemkv.kernels.check import fail
-from tandemkv.kernels.score import padded_group
+from tandemkv.kernels.score import KeyScan, padded_group
 from tandemkv.kernels.select import SelectScratch, make_select_scratch
 from tandemkv.kernels.triton_ops import topk
 from tandemkv.kernels.triton_ops.chained import is_chained
 from tandemkv.kernels.triton_ops.position_pooling import pool_positions
-from tandemkv.kernels.triton_ops.score import Scanned, scan, score_keys
+from tandemkv.kernels.triton_ops.score import Scanned, ranges_of, scan, score_keys
 from tandemkv.kernels.triton_ops.select_kernels import (
     bound_kernel,
     filter_kernel,
@@ -53,79 +53,55 @@ _FILTER_PROGRAMS, _FILTER_REGISTERS = 2048, 64
 
 
 def score_topk(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    slots: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
+    keys: KeyScan,
     k: int,
     *,
-    width: int,
-    scale: float,
-    pooling: str = "softmax_mean",
-    k_scale: torch.Tensor | None = None,
-    page_size: int = 1,
-    active: torch.Tensor | None = None,
-    channels: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
     pooled_positions: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose positions; see `tandemkv.kernels.select.score_topk`."""
-    (num_reqs, num_qo_heads), heads = q.shape[:2], k_pool.shape[1]
-    out = torch.empty((num_reqs, heads, k), dtype=torch.int32, device=q.device)
-    out_scores = torch.empty(out.shape, dtype=torch.float32, device=q.device)
+    (num_reqs, num_qo_heads), heads = keys.q.shape[:2], keys.k_pool.shape[1]
+    width, device = keys.width, keys.q.device
+    out = torch.empty((num_reqs, heads, k), dtype=torch.int32, device=device)
+    out_scores = torch.empty(out.shape, dtype=torch.float32, device=device)
     if not (out.numel() and width):
         return out.fill_(-1), out_scores.fill_(float("-inf"))
     if scratch is None:
-        scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, k, q.device)
+        scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, k, device)
     if any(pooled_positions):
         with on_stream(scan_stream):
-            own = score_keys(
-                q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling,
-                k_scale=k_scale, page_size=page_size, active=active, channels=channels,
-                scratch=scratch.score,
-            )  # fmt: skip
-        pooled = pool_positions(own, *pooled_positions)
-        return _best_of(pooled, k, lo, hi, active, scratch.lists, out_scores)
+            own = score_keys(keys, scratch=scratch.score)
+        return _best_of(pool_positions(own, *pooled_positions), keys, scratch.lists, out_scores)
     buffers, lists = scratch.score, scratch.lists
     if lists.shape[1] < 2 + 2 * topk.capacity_of(k):
         fail("scratch.lists.shape", tuple(lists.shape), f"made by make_select_scratch for k={k}")
     # Other poolings' scores lie densely where the logits would.
     scores = buffers.logits.view(torch.float32).view(*buffers.logits.shape[:2], -1)[:num_reqs]
     with on_stream(scan_stream):
-        scanned = scan(
-            q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling,
-            k_scale=k_scale, page_size=page_size, active=active, channels=channels, out=scores,
-            scratch=buffers, may_code=True,
-        )  # fmt: skip
-    if pooling != "softmax_mean":
-        return _best_of(scores[..., :width], k, lo, hi, active, lists, out_scores)
-    _choose(scanned, scratch, lo, hi, active, out, out_scores, width, num_qo_heads)
+        scanned = scan(keys, out=scores, scratch=buffers, may_code=True)
+    if keys.pooling != "softmax_mean":
+        return _best_of(scores[..., :width], keys, lists, out_scores)
+    _choose(scanned, scratch, keys, out, out_scores)
     return out, out_scores
 
 
 def _choose(
     scanned: Scanned,
     scratch: SelectScratch,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    active: torch.Tensor | None,
+    keys: KeyScan,
     out: torch.Tensor,
     out_scores: torch.Tensor,
-    width: int,
-    num_qo_heads: int,
 ) -> None:
     """Choose from what a scan has left: bound, filter and choice, a launch each."""
     (num_reqs, heads, k), buffers, lists = out.shape, scratch.score, scratch.lists
-    group, capacity = num_qo_heads // heads, topk.capacity_of(k)
+    group, capacity, width = keys.q.shape[1] // heads, topk.capacity_of(k), keys.width
     pad_g = padded_group(group)
-    num_rows = num_reqs * heads
-    ranges = (lo, hi, lo if active is None else active.view(torch.int8))
+    num_rows, ranges = num_reqs * heads, ranges_of(keys)
     sizes = (heads, buffers.logits.shape[2], buffers.tile_max.shape[2])
-    strides = (lists.stride(0), lo.stride(0), hi.stride(0))
+    strides = (lists.stride(0), keys.lo.stride(0), keys.hi.stride(0))
     flags = {
-        "HAS_ACTIVE": active is not None, "GROUP": group, "PAD_G": pad_g,
+        "HAS_ACTIVE": keys.active is not None, "GROUP": group, "PAD_G": pad_g,
         "BLOCK_N": scanned.block_n, "CODED": scanned.is_coded,
     }  # fmt: skip
     chained = is_chained(out.device)
@@ -158,17 +134,12 @@ def _choose(
 
 
 def _best_of(
-    scores: torch.Tensor,
-    k: int,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    active: torch.Tensor | None,
-    lists: torch.Tensor,
-    out_scores: torch.Tensor,
+    scores: torch.Tensor, keys: KeyScan, lists: torch.Tensor, out_scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose among scores that are in memory."""
-    ends = hi if active is None else torch.where(active != 0, hi, 0)
+    ends = keys.hi if keys.active is None else torch.where(keys.active != 0, keys.hi, 0)
     chosen = topk.topk_positions(
-        scores, k, lo=lo, hi=ends, sort=False, scratch=lists, out_scores=out_scores
-    )
+        scores, out_scores.shape[2], lo=keys.lo, hi=ends, sort=False, scratch=lists,
+        out_scores=out_scores,
+    )  # fmt: skip
     return chosen, out_scores

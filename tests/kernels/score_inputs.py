@@ -3,11 +3,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tolerances import Tolerance
 
 from tandemkv.kernels.quantize import quantize_int4_pages, quantize_int8
+from tandemkv.kernels.score import KeyScan
 
 NATIVE = ("float32", "float16", "bfloat16")
 KINDS = (*NATIVE, "int8", "int4")
@@ -59,6 +61,14 @@ def make_keys(
     return Keys(
         q=q.to(device), k_pool=pool.to(device), k_scale=None if scale is None else scale.to(device),
         table=table.to(device), by_slot=wide.to(device), page_size=page_size,
+    )  # fmt: skip
+
+
+def scan_of(keys: Keys, lo: torch.Tensor, hi: torch.Tensor, **options: Any) -> KeyScan:
+    """Return the arguments of a scan of `keys`; `options` are those that these do not say."""
+    return KeyScan(
+        keys.q, keys.k_pool, keys.table, lo, hi, k_scale=keys.k_scale, page_size=keys.page_size,
+        **options,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from plain_torch import in_plain_torch
 from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.samples import make_sample_scratch
+from tandemkv.kernels.score import KeyScan
 from tandemkv.kernels.triton_ops import append as triton_append
 from tandemkv.kernels.triton_ops import attention as triton_attention
 from tandemkv.kernels.triton_ops import exchange as triton_exchange
@@ -75,7 +76,7 @@ def test_score_keys(page_size: int, pooling: str) -> None:
     options = {"width": 180, "scale": SCALE, "pooling": pooling, "page_size": page_size}
     q = queries(2)
     want = score.score_keys(q, k.float(), table, lo, hi, **options)
-    got = triton_score.score_keys(q, k, table, lo, hi, **options)
+    got = triton_score.score_keys(KeyScan(q, k, table, lo, hi, **options))
     for req, end in enumerate(hi.tolist()):
         inside = slice(4, end)
         assert_close(got[req, :, inside], want[req, :, inside].double(), TOLERANCES[QUERY])

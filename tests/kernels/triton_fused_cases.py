@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 import triton_score_cases
-from score_inputs import make_keys
+from score_inputs import make_keys, scan_of
 
 from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.position_pooling import pool_positions
-from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys
+from tandemkv.kernels.score import POOLINGS, KeyScan, make_score_scratch, score_keys
 from tandemkv.kernels.select import SelectScratch, make_select_scratch, score_topk
 from tandemkv.kernels.triton_ops import score as triton_score
 from tandemkv.kernels.triton_ops import select as triton_select
@@ -83,8 +83,10 @@ def test_equals_scores_and_choice(
     for scratch in (filled_scratch(6, group, 2, 400, k), None):
         if scratch is None and DEVICE == "cpu":
             continue  # without a GPU no lists are allocated
-        got, got_scores = triton_select.score_topk(*arguments, k, **options, scratch=scratch)
-        scores = triton_score.score_keys(*arguments, **options)
+        got, got_scores = triton_select.score_topk(
+            KeyScan(*arguments, **options), k, scratch=scratch
+        )
+        scores = triton_score.score_keys(KeyScan(*arguments, **options))
         want_scores = torch.full(got.shape, torch.nan, device=DEVICE)
         want = triton_topk.topk_positions(scores, k, sort=False, out_scores=want_scores)
         is_coded = kind == "int4" and pooling == "softmax_mean" and group > 2
@@ -121,7 +123,9 @@ def test_half_a_tile_without_candidates_takes_nothing_from_the_others(begin: int
     logits = plain(score_keys)(*arguments, **options, pooling="max_logit")[..., begin:end]
     assert float(logits.max()) < -95
     got, got_scores = triton_select.score_topk(
-        *arguments, k, **options, pooling="softmax_mean", scratch=filled_scratch(1, 4, 2, 448, k)
+        KeyScan(*arguments, **options, pooling="softmax_mean"),
+        k,
+        scratch=filled_scratch(1, 4, 2, 448, k),
     )
     _, want_scores = reference(*arguments, k, **options, pooling="softmax_mean")
     assert int(got.min()) >= begin
@@ -143,10 +147,7 @@ def test_heads_of_few_candidates_take_smaller_samples(monkeypatch: pytest.Monkey
         monkeypatch.setattr(triton_topk, "MIN_SAMPLE", least)
         monkeypatch.setattr(triton_select, "_LEAST_SAMPLE", least)
         scratch = filled_scratch(3, 4, 2, 640, 20)
-        triton_select.score_topk(
-            keys.q, keys.k_pool, keys.table, lo, hi, 20, width=640, scale=0.2,
-            k_scale=keys.k_scale, page_size=16, scratch=scratch,
-        )  # fmt: skip
+        triton_select.score_topk(scan_of(keys, lo, hi, width=640, scale=0.2), 20, scratch=scratch)
         return scratch.lists.view(3, 2, -1)[..., 1]
 
     got = bounds(4, 64)  # 640 candidates ask for 256, and 600, 300 and 200 for 256, 128 and 64
@@ -180,9 +181,10 @@ def test_sums_of_a_scan_come_in_parts(part: int, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(triton_select, "_SPLITS", width)
         scratch = filled_scratch(13, 4, 2, 640, 20)
         chosen = triton_select.score_topk(
-            keys.q, keys.k_pool, keys.table, tensor([4, 9]), tensor([611, 79]), 20, width=640,
-            scale=0.2, k_scale=keys.k_scale, page_size=16, scratch=scratch,
-        )  # fmt: skip
+            scan_of(keys, tensor([4, 9]), tensor([611, 79]), width=640, scale=0.2),
+            20,
+            scratch=scratch,
+        )
         found.append((*chosen, scratch.head_lse[:2]))
     assert launched[0][0] == launched[0][1] == launched[1][1]
     assert launched[1][0] == part < launched[1][1]
@@ -251,10 +253,10 @@ def test_codes_of_whole_numbers_are_exact(
     lo, hi = tensor([0, page_size]), tensor([length, length - page_size])
     options = {"width": length, "scale": math.log(2), "k_scale": keys.k_scale}
     options["page_size"] = page_size
-    arguments = (keys.q, keys.k_pool, keys.table, lo, hi, k)
+    arguments = (keys.q, keys.k_pool, keys.table, lo, hi)
     scratch = filled_scratch(2, group, 2, length, k)
-    got, got_scores = triton_select.score_topk(*arguments, **options, scratch=scratch)
-    _, want_scores = reference(*arguments, **options)
+    got, got_scores = triton_select.score_topk(KeyScan(*arguments, **options), k, scratch=scratch)
+    _, want_scores = reference(*arguments, k, **options)
     close = {"rtol": 1e-5, "atol": 0}
     torch.testing.assert_close(got_scores.sort(-1).values, want_scores.sort(-1).values, **close)
     page = keys.table.long().gather(1, (got.flatten(1) // page_size).long()).view_as(got)
@@ -278,9 +280,8 @@ def test_equal_codes_do_not_fit_a_list(group: int) -> None:
     keys.k_scale.zero_()
     scratch = filled_scratch(1, group, 2, 320, 20)
     got, scores = triton_select.score_topk(
-        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
-        k_scale=keys.k_scale, page_size=16, scratch=scratch,
-    )  # fmt: skip
+        scan_of(keys, tensor([2]), tensor([301]), width=320, scale=1.0), 20, scratch=scratch
+    )
     assert got.sort(-1).values.tolist() == [[list(range(2, 22))] * 2]
     torch.testing.assert_close(scores, torch.full_like(scores, 1 / 299), rtol=1e-5, atol=0)
 
@@ -296,10 +297,10 @@ def test_chooses_neighbourhoods(pooling: str) -> None:
     active = torch.tensor([True, True, False], device=DEVICE)
     options = {"width": 400, "scale": 0.2, "pooling": pooling, "page_size": 16, "active": active}
     arguments = (keys.q, keys.k_pool, keys.table, lo, hi)
-    scores = pool_positions(triton_score.score_keys(*arguments, **options), 3, 2)
+    scores = pool_positions(triton_score.score_keys(KeyScan(*arguments, **options)), 3, 2)
     scratch = filled_scratch(3, 3, 2, 400, 33)
     got, got_scores = triton_select.score_topk(
-        *arguments, 33, **options, scratch=scratch, pooled_positions=(3, 2)
+        KeyScan(*arguments, **options), 33, scratch=scratch, pooled_positions=(3, 2)
     )
     found = scores.gather(-1, got.clamp(min=0).long()).where(got >= 0, -torch.inf)
     assert torch.equal(got_scores, found)
@@ -339,9 +340,8 @@ def test_where_the_sample_is_of_no_use(kind: str, best: list[int]) -> None:
     assert len(best) < 20
     scratch = filled_scratch(1, 2, 2, 320, 20)
     got, scores = triton_select.score_topk(
-        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
-        page_size=16, scratch=scratch,
-    )  # fmt: skip
+        scan_of(keys, tensor([2]), tensor([301]), width=320, scale=1.0), 20, scratch=scratch
+    )
     want = sorted([*best, *[p for p in range(2, 40) if p not in best][: 20 - len(best)]])
     assert got.sort(-1).values.tolist() == [[want, want]]
     assert bool(scores.isfinite().all())
@@ -365,9 +365,10 @@ def test_more_than_fit_and_fewer_than_wanted_reach_the_bound(
     at = torch.tensor(best, device=DEVICE)
     keys.k_pool[keys.table[0].long()[at // 16] * 16 + at % 16] = 50.0
     got, _ = triton_select.score_topk(
-        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 100, width=320, scale=1.0,
-        page_size=16, scratch=filled_scratch(1, 2, 2, 320, 100),
-    )  # fmt: skip
+        scan_of(keys, tensor([2]), tensor([301]), width=320, scale=1.0),
+        100,
+        scratch=filled_scratch(1, 2, 2, 320, 100),
+    )
     for row in got[0].tolist():
         assert len(set(row)) == 100
         assert set(best) <= set(row) <= set(range(2, 301))
@@ -388,7 +389,7 @@ def test_fewer_codes_than_wanted_are_not_zero() -> None:
     arguments = (keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]))
     options = {"width": 320, "scale": math.log(2), "k_scale": keys.k_scale, "page_size": 16}
     got, scores = triton_select.score_topk(
-        *arguments, 20, **options, scratch=filled_scratch(1, 4, 2, 320, 20)
+        KeyScan(*arguments, **options), 20, scratch=filled_scratch(1, 4, 2, 320, 20)
     )
     assert got.sort(-1).values.tolist() == [[sorted([*range(2, 20), *best])] * 2]
     want = reference(*arguments, 20, **options)[1]
@@ -401,9 +402,10 @@ def test_refuses_lists_for_a_smaller_k() -> None:
     )
     with pytest.raises(ValueError, match="make_select_scratch"):
         triton_select.score_topk(
-            keys.q, keys.k_pool, keys.table, tensor([0]), tensor([9]), 300, width=9, scale=1.0,
-            page_size=16, scratch=filled_scratch(1, 1, 1, 64, 5),
-        )  # fmt: skip
+            scan_of(keys, tensor([0]), tensor([9]), width=9, scale=1.0),
+            300,
+            scratch=filled_scratch(1, 1, 1, 64, 5),
+        )
 
 
 def test_scratch_fits_what_is_asked_for() -> None:

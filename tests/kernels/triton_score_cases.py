@@ -12,11 +12,12 @@ from score_inputs import (
     expected,
     magnitude,
     make_keys,
+    scan_of,
 )
 from tolerances import assert_close
 
 from tandemkv.kernels import quantize as operations
-from tandemkv.kernels.score import POOLINGS, make_score_scratch
+from tandemkv.kernels.score import POOLINGS, KeyScan, make_score_scratch
 from tandemkv.kernels.triton_ops import quantize
 from tandemkv.kernels.triton_ops import score as triton_score
 
@@ -57,12 +58,14 @@ def test_score_keys(kind: str, page_size: int, group: int, dim: int) -> None:
         arguments = (keys.q, keys.k_pool, keys.table, tensor(LO), tensor(HI))
         options = {"scale": dim**-0.5, "pooling": pooling, "page_size": page_size}
         options["k_scale"] = keys.k_scale
-        given = triton_score.score_keys(*arguments, width=180, out=out, scratch=scratch, **options)
+        given = triton_score.score_keys(
+            KeyScan(*arguments, width=180, **options), out=out, scratch=scratch
+        )
         assert given is out
         # Without `out` what is no candidate is -inf; one pooling shows it.
         scores = None
         if pooling == POOLINGS[0]:
-            scores = triton_score.score_keys(*arguments, width=171, **options)
+            scores = triton_score.score_keys(KeyScan(*arguments, width=171, **options))
         is_exact = kind == "float32" and pooling != "softmax_mean"
         for req, (lo, hi) in enumerate(zip(LO, HI, strict=True)):
             if scores is not None:
@@ -89,9 +92,9 @@ def test_keys_of_some_channels_of_queries(kind: str, dim: int) -> None:
     wide, channels = among_others(keys.q, 3)
     arguments = (keys.k_pool, keys.table, tensor([4, 0]), tensor([150, 90]))
     options = {"width": 160, "scale": 0.2, "k_scale": keys.k_scale, "page_size": 16}
-    want = triton_score.score_keys(keys.q, *arguments, **options)
+    want = triton_score.score_keys(KeyScan(keys.q, *arguments, **options))
     assert torch.equal(
-        triton_score.score_keys(wide, *arguments, channels=channels, **options), want
+        triton_score.score_keys(KeyScan(wide, *arguments, channels=channels, **options)), want
     )
 
 
@@ -113,9 +116,8 @@ def test_odd_shapes(kind: str) -> None:
     lo, hi = [3, 1], [97, 90]
     for pooling in POOLINGS:
         scores = triton_score.score_keys(
-            keys.q, keys.k_pool, keys.table, tensor(lo), tensor(hi), width=97, scale=0.1,
-            pooling=pooling, k_scale=keys.k_scale, page_size=page_size,
-        )  # fmt: skip
+            scan_of(keys, tensor(lo), tensor(hi), width=97, scale=0.1, pooling=pooling)
+        )
         for req in range(2):
             want = expected(keys, req, lo[req], hi[req], pooling, 0.1)
             got = scores[req, :, lo[req] : hi[req]]
