@@ -14,7 +14,6 @@ from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import (
     DenseLengths,
     EnginePools,
-    MakeSets,
     PredictQuery,
     SelectionTime,
 )
@@ -40,7 +39,6 @@ def measure(
     page_size: int,
     max_batch: int,
     device: torch.device,
-    make_sets: MakeSets,
     predict_query: PredictQuery,
     model_dir: Path | None = None,
 ) -> SelectionTime | None:
@@ -59,9 +57,8 @@ def measure(
         return None
     batch, context = load
     scratch = _Scratch.make(
-        model, settings, num_slots=num_slots, page_size=page_size, load=load, device=device,
-        make_sets=make_sets,
-    )  # fmt: skip
+        model, settings, num_slots=num_slots, page_size=page_size, load=load, device=device
+    )
     # Its layer is none of those that are not selected for.
     alike = msgspec.structs.replace(model, windowed_layers=(), linear_layers=())
     rank = create(
@@ -117,7 +114,6 @@ class _Scratch:
         page_size: int,
         load: tuple[int, int],
         device: torch.device,
-        make_sets: MakeSets,
     ) -> _Scratch:
         """Allocate at most `_MOST_BYTES` of keys, and as much of resident sets.
 
@@ -140,11 +136,12 @@ class _Scratch:
         generator = torch.Generator(device).manual_seed(0)
         keys = torch.randn(slots, *shape[2:], generator=generator, device=device, dtype=dtype)
         keys = keys.to(stored)
+        k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
         weights = torch.zeros((1, shape[0], shape[2], selection.num_samples), device=device)
         pools = EnginePools(
             k=[keys],
             v=[keys],
-            resident=[make_sets(shape)],
+            resident=[(k, v)],
             page_size=page_size,
             log_weight=weights if selection.num_samples else None,
             is_far=settings.placement.has_far_pool,

@@ -117,10 +117,6 @@ class EnginePools:
         return int(self.resident[0][0].shape[0])
 
 
-MakeSets = Callable[[tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]]
-"""Allocates K and V of a shape where resident sets lie, as the cache rank's device sees them."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionTime:
     """What one layer's selection takes, measured; `batch` requests of `context` tokens.
@@ -321,7 +317,6 @@ def measure_selection(
     page_size: int,
     max_batch: int,
     device: torch.device,
-    make_sets: MakeSets,
     predict_query: PredictQuery,
     model_dir: Path | None = None,
 ) -> SelectionTime | None:
@@ -339,7 +334,6 @@ def measure_selection(
         page_size=page_size,
         max_batch=max_batch,
         device=device,
-        make_sets=make_sets,
         predict_query=predict_query,
         model_dir=model_dir,
     )

@@ -235,12 +235,6 @@ def _load_kernels(
 
     Compiling holds the host up for longer than the other process's GPU may wait for a step.
     """
-    dtype = getattr(torch, model.stored_dtype)
-
-    def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        return k, v
-
     measure_selection(
         model=model,
         settings=settings,
@@ -248,7 +242,6 @@ def _load_kernels(
         page_size=sizes.page_size,
         max_batch=sizes.max_batch,
         device=device,
-        make_sets=make_sets,
         predict_query=lambda _, hidden, positions: predict(layer, hidden, positions),
         model_dir=model_dir,
     )

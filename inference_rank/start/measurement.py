@@ -95,14 +95,6 @@ class StartMeasurement:
         self, runner: Any, predict: PredictQuery, layer: int, *, num_slots: int, max_batch: int
     ) -> SelectionTime | None:
         """Time a selection with the weights of `layer`; None if nothing would be selected."""
-        kept: list[torch.Tensor] = []
-
-        def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-            dtype = getattr(torch, self._model.stored_dtype)
-            k, v = (torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2))
-            kept.extend((k, v))
-            return k, v
-
         return measure_selection(
             model=self._model,
             settings=self._settings,
@@ -110,7 +102,6 @@ class StartMeasurement:
             page_size=int(runner.page_size),
             max_batch=max_batch,
             device=self._device,
-            make_sets=make_sets,
             predict_query=lambda _, hidden, positions: predict(layer, hidden, positions),
             model_dir=Path(runner.model_config.model_path),
         )

@@ -100,10 +100,6 @@ def test_selection_is_timed(
     sets: list[torch.Tensor] = []
     hidden_shapes = []
 
-    def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        sets[:] = [torch.zeros(shape), torch.zeros(shape)]
-        return sets[0], sets[1]
-
     def predict(_layer: int, hidden: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
         hidden_shapes.append(tuple(hidden.shape))
         return hidden.view(-1, QUERY_HEADS, DIM)
@@ -112,6 +108,7 @@ def test_selection_is_timed(
 
     def note_seed(rank: CacheEngine, *args: Any) -> None:
         seed(rank, *args)
+        sets[:] = rank._resident[0]
         seeded.append(len(args[3]))
 
     seed = CacheEngine.seed
@@ -119,7 +116,7 @@ def test_selection_is_timed(
     monkeypatch.setattr(measure_module, "_MOST_TOKENS", {"cpu": 3 * CONTEXT})
     found = measure_selection(
         model=MODEL, settings=settings, num_slots=4 * CONTEXT, page_size=page_size,
-        max_batch=4, device=CPU, make_sets=make_sets, predict_query=predict,
+        max_batch=4, device=CPU, predict_query=predict,
     )  # fmt: skip
     if policy == "streaming":
         assert found is None
@@ -164,7 +161,7 @@ def test_a_gpu_captures_what_is_timed_if_it_may(
     monkeypatch.setattr(measure_module, "median_us", median)
     found = measure_selection(
         model=MODEL, settings=settings_of(policy=policy), num_slots=4 * CONTEXT, page_size=16,
-        max_batch=2, device=CPU, make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
+        max_batch=2, device=CPU,
         predict_query=lambda *_: pytest.fail("it has its query"),
     )  # fmt: skip
     assert found is not None
@@ -178,7 +175,6 @@ def test_the_layer_that_is_measured_is_one_that_selects(others: dict[str, Any]) 
     found = measure_selection(
         model=msgspec.structs.replace(MODEL, **others), settings=settings_of(policy="kascade"),
         num_slots=2 * CONTEXT, page_size=16, max_batch=2, device=CPU,
-        make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
         predict_query=lambda _layer, hidden, _positions: hidden.view(-1, QUERY_HEADS, DIM),
     )  # fmt: skip
     assert found is not None
@@ -199,7 +195,6 @@ def test_weights_of_samples_go_the_same_way_as_in_a_step(
     found = measure_selection(
         model=MODEL, settings=settings_of(two_gpus=two_gpus, sample_tokens=8),
         num_slots=2 * CONTEXT, page_size=16, max_batch=2, device=CPU,
-        make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
         predict_query=lambda _layer, hidden, _positions: hidden.view(-1, QUERY_HEADS, DIM),
     )  # fmt: skip
     assert found is not None
@@ -228,7 +223,7 @@ def test_bounds_of_pages_are_those_of_the_requests_that_are_timed(
     monkeypatch.setattr(measure_module, "_MOST_BYTES", most_bytes)
     found = measure_selection(
         model=MODEL, settings=settings_of(policy="quest"), num_slots=4 * CONTEXT, page_size=16,
-        max_batch=3, device=CPU, make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
+        max_batch=3, device=CPU,
         predict_query=lambda *_: pytest.fail("nothing is predicted"),
     )  # fmt: skip
     assert found is not None
@@ -250,7 +245,7 @@ def test_windows_are_timed_too(tmp_path: Path) -> None:
     found = measure_selection(
         model=MODEL, settings=settings_of(policy="async_spade"), num_slots=2 * CONTEXT,
         page_size=16, max_batch=2,
-        device=CPU, make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
+        device=CPU,
         predict_query=lambda *_: pytest.fail("predicts from its window"), model_dir=tmp_path,
     )  # fmt: skip
     assert found is not None
