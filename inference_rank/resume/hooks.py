@@ -17,41 +17,39 @@ _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 
 def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     """Hooks of the process that runs the model."""
+    note, wrap = runtime_module.noted, runtime_module.around
     before = {
-        f"{_SCHEDULER}.process_input_requests": before_requests,
+        # Once per turn of the scheduler's loop.
+        f"{_SCHEDULER}.process_input_requests": note(
+            lambda runtime, scheduler, *_: runtime.recovery.turn(scheduler)
+        ),
         # SGLang's row generations are about to restart at zero.
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear": runtime_module.noted(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear": note(
             lambda runtime, *_: runtime.before_flush()
         ),
         # The scheduler ends in order: the cache rank need not find out.
-        f"{_SCHEDULER}.release_host_resources": runtime_module.noted(
-            lambda runtime, *_: runtime.client.close()
-        ),
+        f"{_SCHEDULER}.release_host_resources": note(lambda runtime, *_: runtime.client.close()),
     }
     around = {
         f"{_SCHEDULER}._add_request_to_queue": around_queue,
-        f"{_SCHEDULER}.process_batch_result": around_results,
+        f"{_SCHEDULER}.process_batch_result": wrap(
+            lambda runtime, *given: runtime.passes.take(*given)
+        ),
         f"{_RESULTS}.release_kv_cache": around_release,
-        f"{_BATCH}.cumulate_penalty_output_tokens": around_penalties,
+        f"{_BATCH}.cumulate_penalty_output_tokens": wrap(
+            lambda runtime, *given: runtime.penalties.add(*given)
+        ),
     }
+    # To tell an administrator's pause from ours.
+    after_pause = note(
+        lambda runtime, _result, scheduler, *_: runtime.recovery.note_pause(scheduler)
+    )
     return [
         *((target, hook, HookType.BEFORE) for target, hook in before.items()),
         *((target, hook, HookType.AROUND) for target, hook in around.items()),
         (f"{_SCHEDULER}.pause_generation", after_pause, HookType.AFTER),
         (f"{_SCHEDULER}.continue_generation", after_pause, HookType.AFTER),
     ]
-
-
-@runtime_module.noted
-def before_requests(runtime: Any, scheduler: Any, *_: Any) -> None:
-    """Run once per turn of the scheduler's loop."""
-    runtime.recovery.turn(scheduler)
-
-
-@runtime_module.noted
-def after_pause(runtime: Any, _result: Any, scheduler: Any, *_: Any) -> None:
-    """Tell an administrator's pause from ours."""
-    runtime.recovery.note_pause(scheduler)
 
 
 @runtime_module.around
@@ -66,12 +64,6 @@ def around_queue(
 
 
 @runtime_module.around
-def around_results(runtime: Any, *given: Any) -> None:
-    """Use the results of a pass, or drop them."""
-    runtime.passes.take(*given)
-
-
-@runtime_module.around
 def around_release(
     runtime: Any, original: Callable[..., None], req: Any, tree_cache: Any, *args: Any,
     **kwargs: Any,
@@ -79,9 +71,3 @@ def around_release(
     """Keep from the radix tree what a pass stores whose results nobody has looked at."""
     runtime.recovery.before_release(req, tree_cache)
     original(req, tree_cache, *args, **kwargs)
-
-
-@runtime_module.around
-def around_penalties(runtime: Any, *given: Any) -> None:
-    """Note which tokens penalties are made of."""
-    runtime.penalties.add(*given)
