@@ -19,6 +19,9 @@ searches in memory: slower, and exact as well. The other poolings need no second
 scores stand in the scratch where logits would.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import triton
 
@@ -34,7 +37,6 @@ from tandemkv.kernels.triton_ops.select_kernels import (
     filter_kernel,
     select_kernel,
 )
-from tandemkv.kernels.triton_ops.streams import on_stream
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _BLOCK = 1024  # tokens that a program takes at a time
@@ -70,7 +72,7 @@ def score_topk(
     if scratch is None:
         scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, k, device)
     if any(pooled_positions):
-        with on_stream(scan_stream):
+        with _on_stream(scan_stream):
             own = score_keys(keys, scratch=scratch.score)
         return _best_of(pool_positions(own, *pooled_positions), keys, scratch.lists, out_scores)
     buffers, lists = scratch.score, scratch.lists
@@ -78,12 +80,29 @@ def score_topk(
         fail("scratch.lists.shape", tuple(lists.shape), f"made by make_select_scratch for k={k}")
     # Other poolings' scores lie densely where the logits would.
     scores = buffers.logits.view(torch.float32).view(*buffers.logits.shape[:2], -1)[:num_reqs]
-    with on_stream(scan_stream):
+    with _on_stream(scan_stream):
         scanned = scan(keys, out=scores, scratch=buffers, may_code=True)
     if keys.pooling != "softmax_mean":
         return _best_of(scores[..., :width], keys, lists, out_scores)
     _choose(scanned, scratch, keys, out, out_scores)
     return out, out_scores
+
+
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Run the body on `stream`, between what the current one did before and does after.
+
+    Captured kernels keep the priority of the stream that they were launched on. Without a
+    stream the body runs in place.
+    """
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def _choose(
