@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +20,8 @@ from tandemkv.cache_rank.calibration.format import (
     Calibration,
     CalibrationError,
     Corpus,
+    KascadeCalibration,
+    SyncKVCalibration,
     write_calibration,
 )
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -171,15 +173,11 @@ def _calibrate(model_dir: Path, request: Request, console: Console) -> Iterator[
         yield from calibrate_for_serve(model_dir, request, console)
         return
     assert request.out is not None
-    if request.policy == "look_ahead":
-        summary = fit_queries(model_dir, request, request.out, console)
-    elif request.index_channels is not None:
-        summary = find_channels(model_dir, request, request.out, console)
+    if request.index_channels is not None:
+        write = find_channels
     else:
-        found = measure(model_dir, request, console)
-        write_calibration(found, request.out)
-        summary = _summary(found)
-    yield request.out, summary
+        write = fit_queries if request.policy == "look_ahead" else choose_heads
+    yield request.out, write(model_dir, request, request.out, console)
 
 
 def calibrate_for_serve(
@@ -216,7 +214,7 @@ def calibrate_for_serve(
 def fit_queries(model_dir: Path, request: Request, out: Path, console: Console) -> str:
     """Write the projections that predict queries, and return how well they do.
 
-    Raises `CalibrationError` as `measure` does, or if the model's queries cannot be fitted.
+    Raises `CalibrationError` as `choose_heads` does, or if the model's queries cannot be fitted.
     """
     from tandemkv.cache_rank.protocol.models.fitted_queries import write_fitted_queries
 
@@ -239,7 +237,7 @@ def fit_queries(model_dir: Path, request: Request, out: Path, console: Console) 
 def find_channels(model_dir: Path, request: Request, out: Path, console: Console) -> str:
     """Write the channels of keys that an index should have, and return how much they tell.
 
-    Raises `CalibrationError` as `measure` does, or if keys have no more channels.
+    Raises `CalibrationError` as `choose_heads` does, or if keys have no more channels.
     """
     from tandemkv.cache_rank.protocol.models.index_channels import write_index_channels
 
@@ -280,15 +278,25 @@ def _about(model_dir: Path, corpus: Texts) -> dict[str, str]:
     }
 
 
-def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
-    """Run the model in `model_dir` over texts and return its calibration.
+def choose_heads(model_dir: Path, request: Request, out: Path, console: Console) -> str:
+    """Write kascade's anchors or sync_kv's clusters, and return what they are.
 
     Raises `CalibrationError` if the model takes no text of that length, or there is none;
     `UnsupportedModelError` if its attention cannot be served.
     """
+    from .attention import AttentionRecorder, max_of_group, mean_of_group
+    from .kascade import KascadeMeasurement
+    from .sync_kv import SyncKVMeasurement
+
     spec, corpus = _spec_and_texts(model_dir, request)
-    found = _measured(model_dir, spec, request, _shown(corpus.tokens, model_dir, console))
-    return Calibration(
+    is_kascade = request.policy == "kascade"
+    pool = mean_of_group if is_kascade else max_of_group
+    measurement = (KascadeMeasurement if is_kascade else SyncKVMeasurement)(request.top_k)
+    recorder = AttentionRecorder(model_dir, spec, dtype=request.dtype, pool=pool)
+    for tokens in _shown(corpus.tokens, model_dir, console):
+        measurement.add(recorder.read(tokens))
+    found = measurement.result(request.anchors if is_kascade else request.clusters)
+    calibration = Calibration(
         version=FORMAT_VERSION,
         source="measured",
         model=CalibratedModel.of(spec, model_dir.name),
@@ -297,8 +305,14 @@ def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
             num_texts=len(corpus.tokens),
             num_tokens=sum(map(len, corpus.tokens)),
         ),
-        **found,
+        policy="kascade" if is_kascade else "sync_kv",
+        kascade=found if isinstance(found, KascadeCalibration) else None,
+        sync_kv=found if isinstance(found, SyncKVCalibration) else None,
     )
+    write_calibration(calibration, out)
+    if isinstance(found, KascadeCalibration):
+        return "anchors " + ",".join(map(str, found.anchors))
+    return f"{max(map(len, found.representatives))} clusters a layer"
 
 
 def _shown(
@@ -311,7 +325,7 @@ def _shown(
 
 
 def _spec_and_texts(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts]:
-    """Return what the model is, and the texts to read; raises as `measure` does."""
+    """Return what the model is, and the texts to read; raises as `choose_heads` does."""
     spec = read_model_spec(model_dir, dtype=request.dtype)
     if spec.linear_layers:
         instead = "without look_ahead.predictor" if request.policy == "look_ahead" else "--anchors"
@@ -339,29 +353,3 @@ def _spec_and_texts(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts
         num_tokens=num_tokens,
     )
     return spec, corpus
-
-
-def _measured(
-    model_dir: Path, spec: ModelSpec, request: Request, texts: Iterable[Sequence[int]]
-) -> dict[str, Any]:
-    """Read the texts, and return the policy's name and the section of that name."""
-    from .attention import AttentionRecorder, max_of_group, mean_of_group
-    from .kascade import KascadeMeasurement
-    from .sync_kv import SyncKVMeasurement
-
-    is_kascade = request.policy == "kascade"
-    pool = mean_of_group if is_kascade else max_of_group
-    measurement = (KascadeMeasurement if is_kascade else SyncKVMeasurement)(request.top_k)
-    recorder = AttentionRecorder(model_dir, spec, dtype=request.dtype, pool=pool)
-    for tokens in texts:
-        measurement.add(recorder.read(tokens))
-    found = measurement.result(request.anchors if is_kascade else request.clusters)
-    name = "kascade" if is_kascade else "sync_kv"
-    return {"policy": name, name: found}
-
-
-def _summary(found: Calibration) -> str:
-    if found.kascade is not None:
-        return "anchors " + ",".join(str(layer) for layer in found.kascade.anchors)
-    assert found.sync_kv is not None
-    return f"{max(len(row) for row in found.sync_kv.representatives)} clusters a layer"

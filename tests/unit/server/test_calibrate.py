@@ -26,7 +26,7 @@ from tandemkv.server.evaluation.calibrate.attention import (
     max_of_group,
     mean_of_group,
 )
-from tandemkv.server.evaluation.calibrate.command import Request, measure
+from tandemkv.server.evaluation.calibrate.command import Request, choose_heads
 from tandemkv.server.evaluation.calibrate.kascade import (
     KascadeMeasurement,
     choose_anchors,
@@ -232,7 +232,7 @@ def test_a_model_with_linear_attention_is_refused(tmp_path: Path) -> None:
         request = Request(model=str(tmp_path), policy=policy, out=tmp_path / "out.json")
         message = f"3 of 4 are linear attention; use `tandemkv serve` {instead}"
         with pytest.raises(CalibrationError, match=message):
-            measure(tmp_path, request, Console())
+            choose_heads(tmp_path, request, tmp_path / "out.json", Console())
 
 
 @pytest.mark.parametrize(
