@@ -12,7 +12,7 @@ Double Sparsity (Yang et al., arXiv:2408.07092, section 3.1) takes the channels 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,6 @@ from .attention import load_network
 SKIPPED_TOKENS = 4
 """First tokens of a text, whose keys are like no others: they are always attended to."""
 
-Look = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""What is told a layer, its queries ``[Hq, T, D]`` and its keys ``[H, T, D]``."""
-
 
 class Kept(NamedTuple):
     """Channels ``[H, R]`` of a layer, and what share of the variance of scores they make."""
@@ -40,7 +37,8 @@ class Kept(NamedTuple):
 class ChannelMeasurement:
     """Runs a model with transformers, and adds up moments of its queries and keys.
 
-    They are taken behind rotation and norms, as SGLang keeps keys.
+    They are taken behind rotation and norms, as SGLang keeps keys. By layer, ``[H, D, D]`` float64:
+    `queries` are second moments, `keys` covariances.
     """
 
     def __init__(self, model_dir: Path, model: ModelSpec, *, dtype: str) -> None:
@@ -51,30 +49,23 @@ class ChannelMeasurement:
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, sdpa_mask)
         self._network = load_network(model_dir, dtype, attn_implementation=name)
-        self._look: Look = self._add_up
         shape = (model.num_kv_heads, model.head_dim, model.head_dim)
         layers = indexed_layers(model)
-        self._queries = {x: torch.zeros(shape, dtype=torch.float64) for x in layers}
-        self._keys = {x: torch.zeros(shape, dtype=torch.float64) for x in layers}
+        self.queries = {x: torch.zeros(shape, dtype=torch.float64) for x in layers}
+        self.keys = {x: torch.zeros(shape, dtype=torch.float64) for x in layers}
 
     @torch.inference_mode()
-    def add(self, tokens: Sequence[int], look: Look | None = None) -> None:
-        """Read a text; with `look` hand out its queries and keys instead of adding them up."""
-        self._look = look or self._add_up
+    def add(self, tokens: Sequence[int]) -> None:
+        """Read a text."""
         self._network.model(torch.tensor([list(tokens)]), use_cache=False)
 
     def result(self, num_channels: int) -> dict[int, Kept]:
         """Return the channels of each layer that attends to the whole context."""
-        return {layer: keep(self.products(layer), num_channels) for layer in self._queries}
-
-    def moments(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return second moments of queries and covariance of keys, ``[H, D, D]`` float64 each."""
-        return self._queries[layer], self._keys[layer]
+        return {layer: keep(self.products(layer), num_channels) for layer in self.queries}
 
     def products(self, layer: int) -> torch.Tensor:
         """Return what each pair of channels adds to the variance of scores, ``[H, D, D]``."""
-        queries, keys = self.moments(layer)
-        return queries * keys
+        return self.queries[layer] * self.keys[layer]
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
@@ -82,16 +73,17 @@ class ChannelMeasurement:
         """Look at a layer's queries ``[1, Hq, T, D]`` and keys ``[1, H, T, D]``; attend."""
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        if module.layer_idx in self._queries:
-            self._look(module.layer_idx, query[0], key[0])
+        if module.layer_idx in self.queries:
+            self.take_in(module.layer_idx, query[0], key[0])
         return sdpa_attention_forward(module, query, key, *args, **kwargs)
 
-    def _add_up(self, layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
+    def take_in(self, layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
+        """Add up a layer's queries ``[Hq, T, D]`` and keys ``[H, T, D]`` of a text."""
         own, keys = (x[:, SKIPPED_TOKENS:].double() for x in (query, key))
         own = own.unflatten(0, (len(keys), -1)).flatten(1, 2)
         keys = keys - keys.mean(1, keepdim=True)
-        self._queries[layer] += own.mT @ own
-        self._keys[layer] += keys.mT @ keys
+        self.queries[layer] += own.mT @ own
+        self.keys[layer] += keys.mT @ keys
 
 
 def keep(products: torch.Tensor, num_channels: int) -> Kept:
