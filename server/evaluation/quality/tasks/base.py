@@ -9,7 +9,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -28,7 +28,7 @@ class TaskInputs:
     """What samples are made from."""
 
     prompts: PromptBuilder
-    corpus: Corpus
+    corpus: Corpus = field(hash=False)  # a mapping has none
     context_tokens: int
     """Length that a prompt comes close to, and never exceeds."""
     num_samples: int

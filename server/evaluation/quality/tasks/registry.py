@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,17 +92,10 @@ def _at_context(task: Task, tokens: int) -> Task:
     )
 
 
+@functools.lru_cache(maxsize=8)
 def _samples(task: Task, inputs: TaskInputs) -> list[Sample]:
     """Return a task's samples; those of the last few are kept, for its forms ask the same."""
-    for known, known_inputs, found in _LAST:
-        if known is task and known_inputs == inputs:
-            return found
-    found = task.samples(inputs)
-    _LAST.appendleft((task, inputs, found))
-    return found
-
-
-_LAST: collections.deque[tuple[Task, TaskInputs, list[Sample]]] = collections.deque(maxlen=8)
+    return task.samples(inputs)
 
 
 def find_tasks(names: Sequence[str], contexts: Sequence[int] = ()) -> list[Task]:
