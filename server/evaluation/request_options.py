@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import typer
 
@@ -27,24 +26,15 @@ def takes(request: type[R]) -> Callable[[Callable[[R], None]], Callable[..., Non
     Each field of the dataclass `request` is annotated with ``Annotated[..., option(...)]``. The
     command has the name and the help text of the function.
     """
-    hints = get_type_hints(request, include_extras=True)
-    parameters = [
-        inspect.Parameter(
-            item.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if item.default is MISSING else item.default,
-            annotation=hints[item.name],
-        )
-        for item in fields(request)  # type: ignore[arg-type]
-    ]
+    signature = inspect.signature(request, eval_str=True)
 
     def decorate(function: Callable[[R], None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
             function(request(**given))
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = hints
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        command.__annotations__ = {x.name: x.annotation for x in signature.parameters.values()}
         return command
 
     return decorate
