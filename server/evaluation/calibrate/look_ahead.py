@@ -102,7 +102,7 @@ class QueryMeasurement:
         sizes = model.hidden_size, model.num_qo_heads * model.head_dim
         self._moments = {x: (Moments(*sizes), Moments(*sizes)) for x in self._layers}
         for number, layer in enumerate(self._network.model.layers):
-            layer.register_forward_pre_hook(self._before(number), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(self._keep_stream, number), with_kwargs=True)
         for number, layer in self._layers.items():
             projection = _part(_part(layer, "self_attn", model), "q_proj", model)
             if projection.out_features != sizes[1]:
@@ -110,7 +110,7 @@ class QueryMeasurement:
                     f"{model.architecture}: q_proj has {projection.out_features} rows, and "
                     f"queries {sizes[1]}; queries with gates cannot be fitted"
                 )
-            projection.register_forward_hook(self._after(number))
+            projection.register_forward_hook(partial(self._keep_query, number))
 
     @torch.inference_mode()
     def add(self, tokens: Sequence[int]) -> None:
@@ -152,17 +152,13 @@ class QueryMeasurement:
         dtype = projection.weight.dtype
         return Fit(weight.to(dtype), bias.to(dtype), own, fitted)
 
-    def _before(self, number: int) -> Any:
-        def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._streams[number] = stream_before(args, kwargs)[0]
+    def _keep_stream(
+        self, number: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._streams[number] = stream_before(args, kwargs)[0]
 
-        return keep
-
-    def _after(self, number: int) -> Any:
-        def keep(_: Any, __: Any, output: torch.Tensor) -> None:
-            self._queries[number] = output[0].flatten(1)
-
-        return keep
+    def _keep_query(self, number: int, _: Any, __: Any, output: torch.Tensor) -> None:
+        self._queries[number] = output[0].flatten(1)
 
 
 def _part(module: Any, name: str | None, model: ModelSpec) -> Any:
