@@ -25,6 +25,7 @@ from tandemkv.server.evaluation.provenance import installed_versions, own_comman
 from tandemkv.server.evaluation.tokenizing import Tokenizer, load_tokenizer
 from tandemkv.server.models.calibrated import channels_file, queries_file
 from tandemkv.server.plan.devices import resolve_device
+from tandemkv.server.plan.placement_choice import resolve_placement
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.policy_options import split_option
 from tandemkv.server.settings.sources import Sourced, load_settings, read_assignments
@@ -40,7 +41,6 @@ from .served import (
     grid_configurations,
     named,
     open_configuration,
-    resolver,
     with_open_selection,
 )
 from .tasks.base import Task
@@ -145,7 +145,9 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     base = load_settings(flags, {}, request.config)
     # What `tandemkv serve` would load: flags, its environment variables, its file.
     served = load_settings(_served_flags(request, model_dir), os.environ, request.config)
-    resolve = resolver(spec, model_dir, device)
+    resolve = functools.partial(
+        resolve_placement, spec=spec, model_dir=model_dir, device=device, progress=lambda _: None
+    )
     configurations = _configurations(request, base, served, spec, device, resolve)
     tokenizer, prompts = _prompts(request, tasks, model_dir, note)
     _check_samples(request, prompts, spec)

@@ -12,9 +12,7 @@ import msgspec
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.index_channels import num_index_channels
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.server.evaluation.grid import describe_setting, read_grid, setting_name
-from tandemkv.server.plan.placement_choice import resolve_placement
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 from .configurations import Configuration, Setting, exact_among, knows_question
@@ -23,15 +21,7 @@ AS_SERVED = "as served"
 """Budget of the configuration that `serve` chooses."""
 
 Resolve = Callable[[ServeSettings], ServeSettings]
-
-
-def resolver(spec: ModelSpec, model_dir: Path, device: str) -> Resolve:
-    """Return a function that decides what is open, by the function that `serve` calls."""
-
-    def resolve(settings: ServeSettings) -> ServeSettings:
-        return resolve_placement(settings, spec, model_dir, device=device, progress=lambda _: None)
-
-    return resolve
+"""Decides what is open, by the function that `serve` calls."""
 
 
 def grid_configurations(

@@ -61,7 +61,7 @@ def prepared(
         **options: Any,
     ) -> Campaign:
         if device == "cuda":  # what is open is decided by the GPUs that are there
-            monkeypatch.setattr(campaign, "resolver", lambda *_: lambda settings: settings)
+            monkeypatch.setattr(campaign, "resolve_placement", lambda settings, **_: settings)
         request = Request(
             model=str(model),
             policies=policy,
