@@ -166,14 +166,11 @@ def serve(load: ServeLoad) -> None:
 @bench_app.command()
 def plot(
     files: Annotated[list[Path], typer.Argument(help="Reports of `bench decode`.")],
-    out: Annotated[Path, typer.Option("--out", metavar="STEM", help="Path without suffix.")] = Path(
-        "tpot"
-    ),
+    out: Annotated[Path, option("Path without suffix.", metavar="STEM")] = Path("tpot"),
     config: Annotated[
-        list[str] | None,
-        typer.Option("--config", help="Configuration to draw; may be repeated. Default: all."),
+        list[str] | None, option("Configuration to draw; may be repeated. Default: all.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Batch to draw. Default: all.")] = None,
+    batch: Annotated[int | None, option("Batch to draw. Default: all.", min=1)] = None,
 ) -> None:
     """Draw time per token against context as SVG and PNG; needs the extra `bench`."""
     from .plot import draw

@@ -14,17 +14,16 @@ from typing import Annotated, Self
 
 import msgspec
 import numpy as np
-import typer
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.compact_json import compact_json
 from tandemkv.server.evaluation.provenance import BenchError, Gpu, installed_versions, without_paths
+from tandemkv.server.evaluation.request_options import option
 
 SCHEMA = 1
 
 OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE", help="Report to write. Default: ./SUBCOMMAND.json."),
+    Path | None, option("Report to write. Default: ./SUBCOMMAND.json.", metavar="FILE")
 ]
 
 _PATTERN, _LONGEST = r"^[a-z0-9_.+-]+$", 160

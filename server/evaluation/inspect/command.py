@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.settings.flags import RANK_FLAGS, ROW_FLAGS, with_flags
 from tandemkv.server.settings.sources import Sourced, load_settings
 
@@ -19,16 +20,10 @@ from tandemkv.server.settings.sources import Sourced, load_settings
 def inspect(
     flags: dict[str, Sourced],
     model: Annotated[str, typer.Argument(help="Model directory, or smollm2 (embedded).")],
-    prompt_file: Annotated[
-        Path, typer.Option("--prompt-file", help="The prompt, as plain text.", exists=True)
-    ],
-    out: Annotated[Path, typer.Option("--out", help="The page.")] = Path("inspect.html"),
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, max=4096, help="Decode steps.")
-    ] = 48,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
-    ] = None,
+    prompt_file: Annotated[Path, option("The prompt, as plain text.", exists=True)],
+    out: Annotated[Path, option("The page.")] = Path("inspect.html"),
+    max_new_tokens: Annotated[int, option("Decode steps.", min=1, max=4096)] = 48,
+    config: Annotated[Path | None, option("YAML file with settings.", metavar="FILE")] = None,
 ) -> None:
     """Show which tokens each layer and head selects for one prompt, as one HTML page.
 
