@@ -26,8 +26,6 @@ from .report import Report, Row, Spread
 MODULE = "tandemkv.inference_rank.decode_bench"
 RESULT_FILE = "decode_steps.json"
 TRACE_FOLDER = "traces"
-MIN_CAPACITY_TOKENS = 256
-"""Smallest capacity that the settings accept."""
 _FIGURE = re.compile(
     r"(?P<queued>queued_)?tpot_ms_(?P<name>.+)_(?P<batch>\d+)x(?P<context>\d+)(?P<kilo>k?)"
 )
@@ -91,7 +89,7 @@ def capacity_tokens(batch: int, contexts: Sequence[int], steps: int) -> int:
     three times.
     """
     pages = -(-(max(contexts) + 5 * steps) // LONG_PAGE_TOKENS) + 1
-    return max(MIN_CAPACITY_TOKENS, batch * pages * LONG_PAGE_TOKENS)
+    return batch * pages * LONG_PAGE_TOKENS
 
 
 def decode_steps_argv(
