@@ -3,7 +3,8 @@
 
 Each node sees one GPU, or with a cache rank of its own two, and has a loopback address. NCCL takes
 it for another host, whose sums come by TCP. With ``TANDEMKV_ONE_DEVICE=apart`` under CUDA MPS a
-cache rank is on its model's GPU. ``TANDEMKV_TEST_DEVICE=cpu`` does the same on a CPU, by gloo.
+cache rank is on its model's GPU; run nothing beside it there, because a process that is killed ends
+others on its GPU. ``TANDEMKV_TEST_DEVICE=cpu`` does the same on a CPU, by gloo.
 """
 
 from __future__ import annotations
