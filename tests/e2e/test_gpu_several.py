@@ -3,8 +3,8 @@
 
 They map memory, or are met by messages, which needs CUDA MPS. The embedded model has three KV
 heads: of two cache ranks one has two of them. That one cache rank gives the tokens of one process
-says `test_gpu_shared.py`. Under CUDA MPS run nothing beside it: a process that is killed ends others
-on its GPU. As that does, this runs on one GPU too, under CUDA MPS with
+says `test_gpu_shared.py`. Under CUDA MPS run nothing beside it: a process that is killed ends
+others on its GPU. As that does, this runs on one GPU too, under CUDA MPS with
 ``TANDEMKV_ONE_DEVICE``, and on a CPU with ``apart`` and ``TANDEMKV_TEST_DEVICE=cpu``.
 """
 
