@@ -15,7 +15,7 @@ from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
-from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.messages import TOTALS_OF_PROCESS, StatusReply
 
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 2.0
@@ -32,9 +32,17 @@ class MetricGroup:
         self._prefix, self._labels = prefix, () if label is None else (label,)
         self._metrics: dict[str, Any] = {}
         self._last: dict[tuple[str, int], float] = {}
+        self._lives: dict[int, tuple[str, int]] = {}
 
-    def update(self, values: Mapping[str, float], rank: int = 0) -> None:
-        """Bring the metrics of `rank` up to `values`; names ending in ``_total`` are counters."""
+    def update(
+        self, values: Mapping[str, float], rank: int = 0, *, pid: str = "", epoch: int = 0
+    ) -> None:
+        """Bring the metrics of `rank` up to `values`; names ending in ``_total`` are counters.
+
+        All counters restart with another `pid`; those that are not `TOTALS_OF_PROCESS` also with
+        another `epoch`, of which 0 is none.
+        """
+        self._note_restart(rank, pid, epoch)
         # Imported late: the multi-process directory must be in the environment by then.
         from prometheus_client import Counter, Gauge
 
@@ -55,9 +63,23 @@ class MetricGroup:
                 metric.set(value)
                 continue
             last = self._last.get((name, rank), 0.0)
-            # A restarted cache rank counts from zero again.
             metric.inc(value - last if value >= last else value)
             self._last[name, rank] = value
+
+    def _note_restart(self, rank: int, pid: str, epoch: int) -> None:
+        """Forget what counters that count from zero again had reached.
+
+        Values alone do not tell: those after a restart may be the larger ones.
+        """
+        last_pid, last_epoch = self._lives.get(rank, (pid, epoch))
+        is_other_process, is_other_epoch = pid != last_pid, epoch not in (0, last_epoch)
+        self._lives[rank] = pid, epoch or last_epoch
+        if is_other_process or is_other_epoch:
+            self._last = {
+                key: value
+                for key, value in self._last.items()
+                if key[1] != rank or (not is_other_process and key[0] in TOTALS_OF_PROCESS)
+            }
 
 
 class MetricsPublisher(threading.Thread):
@@ -97,7 +119,7 @@ class MetricsPublisher(threading.Thread):
                 reply = request_status(socket, timeout_s=_TIMEOUT_S)
             except TandemKVError:
                 continue  # shown as cache_rank_up 0 by the inference rank's own values
-            self._cache.update(reply.values, rank)
+            self._cache.update(reply.values, rank, pid=reply.info.get("pid", ""), epoch=reply.epoch)
 
     def stop(self) -> None:
         """End the thread."""

@@ -141,6 +141,12 @@ class StatusRequest(_Message, frozen=True, tag=7):
     """Ask for counters; anybody who can open the socket may."""
 
 
+TOTALS_OF_PROCESS = (
+    "protocol_errors_total", "refused_total", "epochs_total", "malformed_frames_total"
+)  # fmt: skip
+"""What a cache rank counts as long as its process lives; its other counters restart each epoch."""
+
+
 class StatusReply(_Message, frozen=True, tag=8):
     """Counters and gauges by name."""
 

@@ -27,6 +27,7 @@ from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes
 from tandemkv.cache_rank.protocol.messages import (
+    TOTALS_OF_PROCESS,
     Goodbye,
     HeartbeatReply,
     Hello,
@@ -54,7 +55,6 @@ _POLL_S = 0.1
 _CONTROL_EVERY = 32
 """Steps between two looks at the control socket, whose messages can wait."""
 _MAX_REASON = 4096
-_TOTALS = ("protocol_errors_total", "refused_total", "epochs_total")
 
 
 class SharedEngineService:
@@ -77,7 +77,7 @@ class SharedEngineService:
     ) -> None:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._clock = max_rows, BusyClock()
-        self._totals = dict.fromkeys(_TOTALS, 0.0)  # one value is written at once
+        self._totals = dict.fromkeys(TOTALS_OF_PROCESS, 0.0)  # one value is written at once
         whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
         self._model, self._shard = part_for(whole, settings.placement, rank)
         self._homes, self._gpus = homes, gpu_uuids(homes)

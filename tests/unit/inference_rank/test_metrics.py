@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
@@ -61,3 +62,24 @@ def test_several_cache_ranks_have_a_label(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown("cache_steps_of_test_total", cache_rank="5") == 9.0
     assert shown("cache_epoch_of_test", cache_rank="5") == 9.0
     assert shown("inference_steps_of_test_total") == 7.0
+
+
+def test_a_restarted_cache_rank_counts_on() -> None:
+    """Also where its new values are the larger ones."""
+    group = metrics.MetricGroup("tandemkv_restart")
+
+    def shown(name: str) -> float | None:
+        return REGISTRY.get_sample_value(f"tandemkv_restart_{name}")
+
+    def update(epochs: float, steps: float | None, **life: Any) -> None:
+        found = {} if steps is None else {"steps_total": steps}
+        group.update({"epochs_total": epochs} | found, **life)
+
+    update(1.0, 20.0, pid="7", epoch=1)
+    update(1.0, 25.0, pid="8", epoch=2)
+    assert (shown("epochs_total"), shown("steps_total")) == (2.0, 45.0)
+    update(1.0, None, pid="8", epoch=0)  # no inference rank is there
+    update(1.0, 27.0, pid="8", epoch=2)
+    assert (shown("epochs_total"), shown("steps_total")) == (2.0, 47.0)
+    update(2.0, 30.0, pid="8", epoch=3)  # the same process, a new engine
+    assert (shown("epochs_total"), shown("steps_total")) == (3.0, 77.0)
