@@ -17,13 +17,15 @@ from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.messages import TOTALS_OF_PROCESS, StatusReply
 
+from .metric_names import HELP, exported
+
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 2.0
 _TIMEOUT_S = 0.5
 
 
 class MetricGroup:
-    """Mirrors the values of ranks of a kind as metrics named ``<prefix>_<name>``.
+    """Mirrors the values of ranks of a kind as metrics ``<prefix>_<name>``, as `exported`.
 
     `prefix` begins their names; `label` tells several ranks apart, without one there is one rank.
     """
@@ -50,7 +52,8 @@ class MetricGroup:
             is_counter = name.endswith("_total")
             metric = self._metrics.get(name)
             if metric is None:
-                full, text = f"{self._prefix}_{name}", name.replace("_", " ")
+                full = f"{self._prefix}_{exported(name)[0]}"
+                text = HELP.get(name, name.replace("_", " "))
                 metric = (
                     Counter(full, text, self._labels)
                     if is_counter
@@ -59,11 +62,12 @@ class MetricGroup:
                 self._metrics[name] = metric
             if self._labels:
                 metric = metric.labels(str(rank))
+            factor = exported(name)[1]
             if not is_counter:
-                metric.set(value)
+                metric.set(value * factor)
                 continue
             last = self._last.get((name, rank), 0.0)
-            metric.inc(value - last if value >= last else value)
+            metric.inc((value - last if value >= last else value) * factor)
             self._last[name, rank] = value
 
     def _note_restart(self, rank: int, pid: str, epoch: int) -> None:

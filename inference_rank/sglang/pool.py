@@ -122,10 +122,10 @@ class Occupancy:
         self._rows, self._slots = runner.req_to_token_pool, runner.token_to_kv_pool_allocator
 
     def values(self) -> dict[str, float]:
-        """Return ``request_rows``, ``slots_used`` and ``slots_total``."""
+        """Return ``request_rows``, ``slots_used`` and ``slots``."""
         total = int(self._slots.size)
         return {
             "request_rows": float(self._rows.size - self._rows.available_size()),
             "slots_used": float(total - self._slots.available_size()),
-            "slots_total": float(total),
+            "slots": float(total),
         }

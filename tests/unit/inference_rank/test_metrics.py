@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
-from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.messages import TOTALS_OF_PROCESS, StatusReply
 from tandemkv.inference_rank import metrics
+from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.metric_names import HELP
+from tandemkv.inference_rank.sglang.pool import Occupancy
 
 
 def test_a_failure_does_not_end_the_publisher(
@@ -83,3 +87,51 @@ def test_a_restarted_cache_rank_counts_on() -> None:
     assert (shown("epochs_total"), shown("steps_total")) == (2.0, 47.0)
     update(2.0, 30.0, pid="8", epoch=3)  # the same process, a new engine
     assert (shown("epochs_total"), shown("steps_total")) == (3.0, 77.0)
+
+
+def test_times_are_exported_in_seconds() -> None:
+    group = metrics.MetricGroup("tandemkv_units")
+    values = {
+        "exchange_wait_us_total": 2_500_000.0,
+        "pause_ms_total": 1500.0,
+        "pause_s": 3.0,  # its name is free beside that of the counter
+        "longest_pause_ms": 900.0,
+        "stalled_s": 4.0,
+        "announcement_p50_us": 20.0,
+        "slots": 8192.0,
+    }
+    group.update(values)
+    group.update(values | {"exchange_wait_us_total": 3_000_000.0})
+    shown = {
+        sample.name.removeprefix("tandemkv_units_"): sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name.startswith("tandemkv_units_") and not sample.name.endswith("_created")
+    }
+    assert shown == pytest.approx(
+        {
+            "exchange_wait_seconds_total": 3.0,
+            "paused_seconds_total": 1.5,
+            "pause_seconds": 3.0,
+            "longest_pause_seconds": 0.9,
+            "stalled_seconds": 4.0,
+            "announcement_p50_seconds": 20e-6,
+            "slots": 8192.0,
+        }
+    )
+
+
+def test_counters_say_what_they_count() -> None:
+    told = [*Counters().as_values(), *TOTALS_OF_PROCESS]
+    assert [name for name in told if name not in HELP] == []
+    metrics.MetricGroup("tandemkv_help").update({"seeded_rows_total": 1.0})
+    found = {family.name: family.documentation for family in REGISTRY.collect()}
+    assert found["tandemkv_help_seeded_rows"] == HELP["seeded_rows_total"]
+
+
+def test_the_size_of_the_pool_is_no_counter() -> None:
+    pool = SimpleNamespace(size=64, available_size=lambda: 24)
+    values = Occupancy(
+        SimpleNamespace(req_to_token_pool=pool, token_to_kv_pool_allocator=pool)
+    ).values()
+    assert values == {"request_rows": 40.0, "slots_used": 40.0, "slots": 64.0}
