@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from .faults import Action
     from .target import Target
 
+_EPILOG = (
+    "What follows -- goes to `tandemkv serve` unchanged, and what follows a second -- to SGLang. "
+    "The soak itself sets --port, --run-dir, --admin-key-file and --max-restarts."
+)
 _STARTED, _RUNNING = "kill,stop,pause,delay,drop", "none"
 
 
@@ -118,6 +122,11 @@ def soak(request: SoakRequest) -> None:
         target = contextlib.nullcontext(running_target(url, **keys))
     else:
         assert model is not None
+        if request.api_key_file is not None or request.admin_key_file is not None:
+            raise SettingsError(
+                "--api-key-file and --admin-key-file are keys of the server at --url; leave them "
+                "out: the server that is started for the soak has an admin key of its own"
+            )
         console.print(f"starting a server: tandemkv serve {model}")
         faults = points_text(request.seed, actions)
         target = started_target(model, passed_through(request.ctx), faults=faults)
@@ -154,6 +163,4 @@ class _SoakCommand(ServeCommand):
 
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
-    app.command(cls=_SoakCommand, epilog="What follows -- goes to `tandemkv serve` unchanged.")(
-        soak
-    )
+    app.command(cls=_SoakCommand, epilog=_EPILOG)(soak)

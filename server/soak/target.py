@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import FAULTS_FILE, FAULTS_VARIABLE, read_faults
 from tandemkv.inference_rank.edge.keys import read_key
 from tandemkv.server.checks.ports import choose_port
@@ -25,6 +27,7 @@ from .processes import ServerProcesses, files_below
 
 _START_TIMEOUT_S = 900.0
 _MOST_RESTARTS = "1000"
+_OWN_FLAGS = ("--port", "--run-dir", "--admin-key-file", "--max-restarts")
 _END_TIMEOUT_S = 90.0
 
 
@@ -69,8 +72,10 @@ def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path 
 def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iterator[Target]:
     """Run ``tandemkv serve MODEL`` with more arguments, and fault points, while this lasts.
 
-    Raises `SoakError` if it does not become ready.
+    Raises `SoakError` if it does not become ready, `SettingsError` if `arguments` have a flag that
+    the soak sets itself.
     """
+    _check_arguments(arguments)
     with tempfile.TemporaryDirectory(prefix="tkv-soak-", ignore_cleanup_errors=True) as name:
         work = Path(name)
         temporary, run_dir = work / "t", work / "run"
@@ -79,11 +84,10 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
         key_file = work / "admin.key"
         key_file.touch(mode=0o600)
         key_file.write_text(admin_key, encoding="utf-8")
-        argv = (
-            *(*SERVER, "serve", model, *arguments),
-            *("--port", str(port), "--run-dir", str(run_dir)),
-            *("--admin-key-file", str(key_file), "--max-restarts", _MOST_RESTARTS),
-        )
+        own = (str(port), str(run_dir), str(key_file), _MOST_RESTARTS)
+        flags = (text for pair in zip(_OWN_FLAGS, own, strict=True) for text in pair)
+        # First, because all that follows a -- in `arguments` is SGLang's.
+        argv = (*SERVER, "serve", model, *flags, *arguments)
         env = dict(os.environ) | {"TMPDIR": str(temporary), "PYTHONSAFEPATH": "1"}
         if faults:
             env[FAULTS_VARIABLE] = faults
@@ -103,6 +107,13 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
             _end(child, target, temporary)
         finally:
             child.stop(_END_TIMEOUT_S, hurry=lambda: False)
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    for argument in itertools.takewhile(lambda each: each != "--", arguments):
+        name = argument.partition("=")[0]
+        if name in _OWN_FLAGS:
+            raise SettingsError(f"{name}: the soak sets it for the server it starts; leave it out")
 
 
 def _await_ready(child: ChildProcess, url: str) -> None:

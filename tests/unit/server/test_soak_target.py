@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server that ``tandemkv soak`` starts: its arguments, and how long it is waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.cli.commands import app
+from tandemkv.server.soak import target as target_module
+from tandemkv.server.soak.target import started_target
+
+
+class _Started(Exception):
+    pass
+
+
+def argv_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
+    seen: list[str] = []
+
+    def child(spec: Any) -> Any:
+        seen.extend(spec.argv)
+        raise _Started
+
+    monkeypatch.setattr(target_module, "ChildProcess", child)
+    with pytest.raises(_Started), started_target("m", arguments, faults=""):
+        pass
+    return seen[seen.index("serve") + 1 :]
+
+
+def test_arguments_for_sglang_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("--transport", "shared", "--", "--log-level", "debug")
+    found = argv_of(monkeypatch, *given)
+    assert found[0] == "m"
+    assert tuple(found[-len(given) :]) == given
+    before = found[: found.index("--")]
+    own = ("--port", "--run-dir", "--admin-key-file", "--max-restarts")
+    assert [name for name in own if name not in before] == []
+
+
+@pytest.mark.parametrize("given", [("--port", "1"), ("--run-dir=x",), ("--max-restarts", "3")])
+def test_flags_that_the_soak_sets_are_refused(given: tuple[str, ...]) -> None:
+    name = given[0].partition("=")[0]
+    with pytest.raises(SettingsError, match=f"{name}: the soak sets it"):
+        started_target("m", given, faults="").__enter__()
+
+
+def test_flags_of_sglang_are_not_the_soaks_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert argv_of(monkeypatch, "--", "--port", "1")[-3:] == ["--", "--port", "1"]
+
+
+@pytest.mark.parametrize("name", ["--api-key-file", "--admin-key-file"])
+def test_keys_of_a_running_server_are_refused_with_a_model(tmp_path: Path, name: str) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret")
+    result = CliRunner().invoke(app, ["soak", "m", name, str(key), "--", "--port", "1"])
+    assert result.exit_code == 2
+    assert "keys of the server at --url" in " ".join(result.output.split())
