@@ -26,6 +26,8 @@ from .client import Client
 from .processes import ServerProcesses, files_below
 
 _START_TIMEOUT_S = 900.0
+_BANNER_TIMEOUT_S = 60.0
+_BANNER_LINES = 1000  # `serve --verbose` goes on with the logs of its ranks
 _MOST_RESTARTS = "1000"
 _OWN_FLAGS = ("--port", "--run-dir", "--admin-key-file", "--max-restarts")
 _END_TIMEOUT_S = 90.0
@@ -121,11 +123,15 @@ def _await_ready(child: ChildProcess, url: str) -> None:
         state = server_state(url)
         return None if state.ready else state.detail
 
-    reason = child.await_ready(missing, _START_TIMEOUT_S)
+    def unsaid() -> str | None:  # once it is said it looks after its ranks
+        said = "Ctrl-C stops" in child.log_tail(_BANNER_LINES)
+        return None if said else "it answers, and does not say that it looks after its ranks"
+
+    reason = child.await_ready(missing, _START_TIMEOUT_S) or child.await_ready(
+        unsaid, _BANNER_TIMEOUT_S
+    )
     if reason is not None:
         raise SoakError(f"{reason}\n{child.log_tail()}")
-    while "Ctrl-C stops" not in child.log_tail(40):  # from then on it looks after its ranks
-        time.sleep(0.1)
 
 
 def _end(child: ChildProcess, target: Target, temporary: Path) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.cli.commands import app
+from tandemkv.server.launch.child_process import ChildProcess, ChildSpec
+from tandemkv.server.launch.probes import ServerState
 from tandemkv.server.soak import target as target_module
+from tandemkv.server.soak.canaries import SoakError
 from tandemkv.server.soak.target import started_target
 
 
@@ -60,3 +65,31 @@ def test_keys_of_a_running_server_are_refused_with_a_model(tmp_path: Path, name:
     result = CliRunner().invoke(app, ["soak", "m", name, str(key), "--", "--port", "1"])
     assert result.exit_code == 2
     assert "keys of the server at --url" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("raise SystemExit(3)", "ended: exit code 3"),
+        ("import time; time.sleep(60)", "not ready after 0.3 s: it answers, and does not say"),
+    ],
+)
+def test_a_server_that_never_says_that_it_serves_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, told: str
+) -> None:
+    monkeypatch.setattr(target_module, "_BANNER_TIMEOUT_S", 0.3 if "sleep" in program else 30.0)
+    monkeypatch.setattr(target_module, "server_state", lambda _: ServerState(True, True, ""))
+    child = ChildProcess(
+        ChildSpec(
+            name="serve",
+            argv=(sys.executable, "-c", program),
+            env=dict(os.environ),
+            log_path=tmp_path / "log",
+        )
+    )
+    child.start()
+    try:
+        with pytest.raises(SoakError, match=told):
+            target_module._await_ready(child, "http://x")
+    finally:
+        child.kill_group()
