@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import urllib.parse
@@ -110,7 +111,11 @@ class ServerProcesses:
     def held(self) -> Held:
         """Return what all of them hold now."""
         by_role = self.by_role()
-        groups = {os.getpgid(p.pid) for some in by_role.values() for p in some if p.is_running()}
+        groups = set[int]()
+        for process in itertools.chain.from_iterable(by_role.values()):
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                if process.is_running():
+                    groups.add(os.getpgid(process.pid))
         return Held(
             time=time.time(),
             roles={role: tuple(_gauges(some)) for role, some in sorted(by_role.items())},

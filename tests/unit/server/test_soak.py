@@ -21,6 +21,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import parse_faults
 from tandemkv.server.soak import client as client_module
 from tandemkv.server.soak import faults as faults_module
+from tandemkv.server.soak import processes as processes_module
 from tandemkv.server.soak.canaries import Solo, compare, record_solo
 from tandemkv.server.soak.client import Client, Outcome
 from tandemkv.server.soak.command import SoakRequest
@@ -375,3 +376,15 @@ def test_a_process_is_counted_as_what_it_is() -> None:
     gauges = next(iter(processes.held().roles.values()))[0]
     assert gauges.fds > 0
     assert gauges.private_mib <= gauges.rss_mib
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that watches the server would end, and the rest of the soak be unseen."""
+
+    def gone(pid: int) -> int:
+        raise ProcessLookupError(pid)
+
+    monkeypatch.setattr(processes_module.os, "getpgid", gone)
+    assert ServerProcesses(os.getpid(), None).held().shared_memory == ()
