@@ -163,12 +163,12 @@ def _of_leaks(found: Findings) -> Iterable[Check]:
             role: _most(end.roles.get(role, ()), what) - _most(some, what)
             for role, some in first.roles.items()
         }
-        worst = max(more, key=lambda role: more[role])
+        worst = max(more, key=lambda role: more[role], default=None)
         yield Check(
             f"growth of {what}, largest of a process",
-            f"{more[worst]} ({worst})",
+            "not read" if worst is None else f"{more[worst]} ({worst})",
             f"at most {slack}",
-            more[worst] <= slack,
+            worst is not None and more[worst] <= slack,
         )
     files = _named(end.run_dir_files) - _named(first.run_dir_files)
     yield _none("files in the run directory that came", sorted(files))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -339,6 +340,14 @@ def test_each_leak_and_each_wrong_answer_fails() -> None:
     assert failed(findings([mine, other], last=held())) == [
         "answers with the code of another request"
     ]
+
+
+def test_a_server_whose_processes_were_gone_is_judged_all_the_same() -> None:
+    found = findings([], last=held())
+    found.quiet[0].held = dataclasses.replace(held(), roles={})
+    assert failed(found) == [
+        "growth of fds, largest of a process", "growth of threads, largest of a process",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
