@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import threading
@@ -30,6 +31,8 @@ _PROBE_EVERY_S = 2.0
 _QUIET_TIMEOUT_S = 150.0
 _UNREACHABLE_PAUSE_S = 1.0
 _MOST_QUIET = 6
+_UNANSWERED = OSError, http.client.HTTPException
+"""What `Client.ask` raises, also for an answer that is cut."""
 _METRICS = re.compile(r"^sglang:(num_used_tokens)\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
@@ -175,7 +178,7 @@ class _Run:
         is_flushed = self._flush(deadline)
         books: dict[str, float] = {}
         while time.monotonic() < deadline:  # SGLang's gauges lag behind an idle server
-            with contextlib.suppress(OSError, ValueError, StatusUnavailableError, KeyError):
+            with contextlib.suppress(*_UNANSWERED, ValueError, StatusUnavailableError, KeyError):
                 books = self._books()
                 if not any(books.get(name) for name in held_by_requests(is_flushed)):
                     break
@@ -188,7 +191,7 @@ class _Run:
 
     def _flush(self, deadline: float) -> bool:
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(*_UNANSWERED):
                 code, _ = self._target.client.ask("POST", "/flush_cache", is_admin=True)
                 if code in (200, 401, 403):
                     return code == 200

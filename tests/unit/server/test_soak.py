@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from tandemkv.cache_rank.protocol.fault_points import parse_faults
 from tandemkv.server.soak import client as client_module
 from tandemkv.server.soak import faults as faults_module
 from tandemkv.server.soak import processes as processes_module
+from tandemkv.server.soak import run as run_module
 from tandemkv.server.soak.canaries import Solo, compare, record_solo
 from tandemkv.server.soak.client import Client, Outcome
 from tandemkv.server.soak.command import SoakRequest
@@ -397,3 +399,31 @@ def test_a_process_that_ends_while_it_is_looked_at_is_left_out(
 
     monkeypatch.setattr(processes_module.os, "getpgid", gone)
     assert ServerProcesses(os.getpid(), None).held().shared_memory == ()
+
+
+def test_an_answer_that_is_cut_does_not_end_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def status(url: str) -> dict[str, Any]:
+        return {"inference_rank": {"values": {"request_rows": 0.0}}}
+
+    class Cut:
+        """Cuts the first answer to each question."""
+
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def ask(self, method: str, path: str, *, is_admin: bool = False) -> tuple[int, bytes]:
+            self.asked.append(path)
+            if self.asked.count(path) == 1:
+                raise http.client.IncompleteRead(b"{", 9)
+            return 200, b'{"loads": [{"num_used_tokens": 0}]}'
+
+    found, client = findings([], last=held()), Cut()
+    found.quiet.clear()
+    found.watch.is_ready = True
+    monkeypatch.setattr(run_module, "fetch_status", status)
+    server: Any = SimpleNamespace(url="http://x", client=client, processes=None)
+    run_module._Run(server, load(), found, print)._quiet()
+    assert client.asked == ["/flush_cache"] * 2 + ["/v1/loads"] * 2
+    (point,) = found.quiet
+    assert point.is_flushed
+    assert point.books == {"request_rows": 0.0, "sglang_tokens": 0.0}
