@@ -93,12 +93,19 @@ def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
 
     TPOT of a request is (latency - TTFT) / (output tokens - 1), so that stalls count. ITL is of all
     gaps between tokens, of all requests: its median is that of steps beside which no prompt is
-    prefilled. Raises `BenchError` if no request was completed, or the file is not that of 0.5.17.
+    prefilled. Where each answer came in one event there is TTFT alone. Raises `BenchError` if no
+    request was completed, or the file is not that of 0.5.17, or is cut.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise BenchError("bench_serving wrote no result: its log says why")
-    result: Mapping[str, Any] = json.loads(lines[-1])
+    try:
+        result: Mapping[str, Any] = json.loads(lines[-1])
+    except ValueError as error:
+        raise BenchError(
+            f"the last line of bench_serving's result is not JSON ({error}): it was ended while it "
+            "wrote, or the disk is full; its log says why"
+        ) from error
     try:
         errors = [str(item) for item in result["errors"]]
         gaps = [[1e3 * gap for gap in item] for item in result["itls"]]
@@ -119,16 +126,18 @@ def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
         reason = next((reason for reason in reasons if reason), "no output tokens")
         raise BenchError(f"no request was completed: {' '.join(reason.split())[:300]}")
     label, note = load.label, f"seed {load.seed}"
+    # Where each answer came at once, 0 would be nobody's time per token.
+    timed = good if any(gaps[index] for index in good) else []
     series = {
         "ttft": [first[index] for index in good],
-        "tpot": [sum(gaps[index]) / (lengths[index] - 1) for index in good],
-        "itl": [gap for index in good for gap in gaps[index]],
-        "longest_gap": [max(gaps[index]) for index in good if gaps[index]],
+        "tpot": [sum(gaps[index]) / (lengths[index] - 1) for index in timed],
+        "itl": [gap for index in timed for gap in gaps[index]],
+        "longest_gap": [max(gaps[index]) for index in timed if gaps[index]],
     }
     rows = [
         Row.of(f"{name}_ms_{label}", Spread.of(values), "ms", note=note)
         for name, values in series.items()
-        if values or name != "itl"
+        if values
     ]
     answered = sum(n for n, reason in zip(lengths, reasons, strict=True) if not reason)
     throughput = answered / duration

@@ -56,10 +56,19 @@ def test_serving_rows_by_hand() -> None:
     assert {row.note for row in rows} == {f"seed {LOAD.seed}"}
 
 
+def test_answers_that_come_at_once_have_no_time_per_token() -> None:
+    at_once = {**RESULT, "itls": [[] for _ in RESULT["errors"]]}
+    rows, _ = serving_rows(LOAD, json.dumps(at_once))
+    assert [row.figure for row in rows] == [
+        "ttft_ms_serve_2x4096", "output_tokens_per_s_serve_2x4096",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("", "wrote no result"),
+        (json.dumps(RESULT)[:-9], "last line of bench_serving's result is not JSON"),
         ('{"completed": 1}', "lacks 'errors'"),
         (json.dumps({**RESULT, "errors": list("vwxyza")}), "no request was completed: v"),
         (json.dumps({**RESULT, "output_lens": [5] + [4] * 5}), "completed: ended early, 4 tokens"),
