@@ -114,15 +114,21 @@ def summarise(described: Mapping[str, Any], runs: Runs) -> Summary:
         kept.append((configuration, own))
     dense = next((results for configuration, results in kept if configuration.is_dense), {})
     heads = described["num_kv_heads"]
-    row_bytes = 2 * described["head_dim"] * _ITEM_BYTES.get(described["dtype"], 4)
     rows = [
-        _row(configuration, results, dense, tasks, row_bytes, heads)
+        _row(configuration, results, dense, tasks, _row_bytes(described, configuration), heads)
         for configuration, results in kept
         if results
     ]
     if not rows:
         raise SettingsError("no result is of the tasks and samples of this campaign; measure first")
     return Summary(rows, left_out)
+
+
+def _row_bytes(described: Mapping[str, Any], configuration: Configuration) -> int:
+    """Return what a key and a value of one KV head take, as the configuration keeps them."""
+    is_fp8 = configuration.resolved.get("kv_dtype") == "fp8_e4m3"
+    item_bytes = 1 if is_fp8 else _ITEM_BYTES.get(described["dtype"], 4)
+    return int(2 * described["head_dim"] * item_bytes)
 
 
 def _row(

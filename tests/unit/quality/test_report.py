@@ -166,6 +166,19 @@ def test_figures_are_those_worked_out_by_hand(out: Path) -> None:
     assert rows["SnapKV"].moved_rows is None
 
 
+@pytest.mark.parametrize(("kv_dtype", "kib"), [("auto", 0.5), ("fp8_e4m3", 0.125)])
+def test_rows_that_moved_have_the_size_in_which_they_are_kept(kv_dtype: str, kib: float) -> None:
+    """Four rows a step, of a key and a value, of 32 numbers together."""
+    one = Configuration(
+        system="tandemkv", policy="look_ahead", budget="512", attended_tokens=30, num_layers=10,
+        resolved={"kv_dtype": kv_dtype},
+    )  # fmt: skip
+    assert (DESCRIBED["head_dim"], DESCRIBED["dtype"]) == (16, "float32")
+    found = result("perplexity", nlls(2.0), fetched_rows_per_step=4.0, request_steps=5.0)
+    (row,) = summarise(DESCRIBED, [(one, {"perplexity": found})]).rows
+    assert row.moved_kib == pytest.approx(kib)
+
+
 def test_tokens_attended_to_on_the_cache_rank_count_in_the_share() -> None:
     there = Configuration(
         system="tandemkv", policy="lfps", budget="512", attended_tokens=30, num_layers=10,
