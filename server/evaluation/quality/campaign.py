@@ -283,9 +283,11 @@ def _configurations(
     device: str,
     resolve: Resolve,
 ) -> list[Configuration]:
+    policies = names_in(request.policy_names)
     found = plan(
-        names_in(request.policy_names),
-        parse_budgets(names_in(request.budgets), request.contexts),
+        policies,
+        # What is served, or in a grid, has no use for them.
+        parse_budgets(names_in(request.budgets), request.contexts) if policies else [],
         num_layers=spec.num_layers,
         device=device,
         base=base.selection.model_dump(

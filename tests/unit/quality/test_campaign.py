@@ -261,3 +261,9 @@ def test_several_contexts_share_a_server(prepared: Prepare) -> None:
         prepared("cpu", context_tokens="512,700", budgets="20%")
     with pytest.raises(SettingsError, match="at least 256"):
         prepared("cpu", context_tokens="100")
+
+
+def test_what_is_served_needs_no_budget_at_several_contexts(prepared: Prepare) -> None:
+    given = {"policy": None, "bare": True, "as_served": True, "budgets": "12.5%"}
+    found = prepared("cpu", context_tokens="512,700", **given)
+    assert [item.budget for item in found.configurations] == ["all", AS_SERVED]
