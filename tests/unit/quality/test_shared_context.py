@@ -141,6 +141,19 @@ def test_several_contexts_are_several_tasks(inputs: TaskInputs) -> None:
         find_tasks(["niah_single@512", "niah_single@512"])
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("perplexity@0", "at least 256 tokens"),
+        ("perplexity@255", "at least 256 tokens"),
+        ("perplexity@123456789012", "no number of tokens"),
+    ],
+)
+def test_a_length_in_a_name_is_one_of_prompts(name: str, told: str) -> None:
+    with pytest.raises(SettingsError, match=f"task={name}: .*{told}"):
+        find_tasks([name])
+
+
 def test_what_does_not_fit_says_so(inputs: TaskInputs) -> None:
     with pytest.raises(SettingsError, match="raise --context-tokens"):
         samples_of("niah_eight_keys", dataclasses.replace(inputs, context_tokens=150))
