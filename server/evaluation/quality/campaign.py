@@ -148,7 +148,7 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     resolve = functools.partial(
         resolve_placement, spec=spec, model_dir=model_dir, device=device, progress=lambda _: None
     )
-    configurations = _configurations(request, base, served, spec, device, resolve)
+    configurations = _configurations(request, tasks, base, served, spec, device, resolve)
     tokenizer, prompts = _prompts(request, tasks, model_dir, note)
     _check_samples(request, prompts, spec)
     if request.as_served:
@@ -275,8 +275,14 @@ def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[s
     return flags
 
 
+def _lengths(request: Request, tasks: Sequence[Task]) -> list[int]:
+    """Return the lengths of the prompts; a task may have its own."""
+    return sorted({task.context_tokens or request.contexts[0] for task in tasks})
+
+
 def _configurations(
     request: Request,
+    tasks: Sequence[Task],
     base: ServeSettings,
     served: ServeSettings,
     spec: ModelSpec,
@@ -287,7 +293,7 @@ def _configurations(
     found = plan(
         policies,
         # What is served, or in a grid, has no use for them.
-        parse_budgets(names_in(request.budgets), request.contexts) if policies else [],
+        parse_budgets(names_in(request.budgets), _lengths(request, tasks)) if policies else [],
         num_layers=spec.num_layers,
         device=device,
         base=base.selection.model_dump(

@@ -89,7 +89,8 @@ class Budget(NamedTuple):
 def parse_budgets(texts: Sequence[str], contexts: Sequence[int]) -> list[Budget]:
     """Read ``12.5%`` (of the context) and ``1092`` (tokens).
 
-    Raises `SettingsError` if a text is neither, is not below the context, or is a share of several.
+    `contexts` are the lengths at which tasks are asked. Raises `SettingsError` if a text is
+    neither, is not below the shortest of them, or is a share of several.
     """
     context_tokens = min(contexts)
     found = []
@@ -103,7 +104,7 @@ def parse_budgets(texts: Sequence[str], contexts: Sequence[int]) -> list[Budget]
         if match[2] and len(contexts) > 1:
             raise SettingsError(
                 f"budget={text}: a share of which context? Give tokens, e.g. 2180, or one "
-                "--context-tokens"
+                "--context-tokens and no task with another"
             )
         number = float(match[1])
         tokens = int(number / 100 * context_tokens if match[2] else number)

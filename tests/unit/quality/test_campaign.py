@@ -263,6 +263,17 @@ def test_several_contexts_share_a_server(prepared: Prepare) -> None:
         prepared("cpu", context_tokens="100")
 
 
+def test_a_budget_is_less_than_the_context_of_each_task(prepared: Prepare) -> None:
+    """A task may have a length of its own; dense against dense would be measured."""
+    given = {"tasks": ("niah_single@300",), "context_tokens": "700"}
+    with pytest.raises(SettingsError, match="budget=400: 400 tokens of a context of 300"):
+        prepared("cpu", budgets="400", **given)
+    found = prepared("cpu", budgets="50%", **given)
+    assert [c.attended_tokens for c in found.configurations if not c.is_dense] == [150]
+    with pytest.raises(SettingsError, match="a share of which context"):
+        prepared("cpu", budgets="50%", tasks=("niah_single", "niah_single@300"))
+
+
 def test_what_is_served_needs_no_budget_at_several_contexts(prepared: Prepare) -> None:
     given = {"policy": None, "bare": True, "as_served": True, "budgets": "12.5%"}
     found = prepared("cpu", context_tokens="512,700", **given)
