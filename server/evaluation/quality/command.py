@@ -91,7 +91,10 @@ def _draw_pareto(request: Request, console: Console) -> None:
     found = pareto(quality_file, decode_file, tasks)
     missing = sorted({name for item in found for name in item.missing})
     if missing:
-        text = f"not drawn, for {decode_file} has no time of them: {', '.join(missing)}"
+        text = (
+            f"not drawn, for {decode_file} has no time of them, or no queued one where others "
+            f"have: {', '.join(missing)}"
+        )
         console.print(text, markup=False, soft_wrap=True)
     console.print(pareto_view(found))
     _list(draw_pareto(found, request.folder / "pareto"))

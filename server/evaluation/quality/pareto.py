@@ -41,7 +41,7 @@ class Point(NamedTuple):
 class Pareto(NamedTuple):
     """Points of one task and one batch of contexts.
 
-    `missing` are settings with a loss and no time; `unit` is that of the loss.
+    `missing` are settings with a loss and no time to compare; `unit` is that of the loss.
     """
 
     task: str
@@ -110,10 +110,15 @@ def pareto_view(found: Sequence[Pareto]) -> RenderableType:
 
 
 def step_times(report: Report) -> dict[str, dict[str, float]]:
-    """Return ms a step by batch and context, then by setting; queued steps where there are any."""
+    """Return ms a step by batch and context, then by setting.
+
+    Of a batch and context of which any step is queued only those are: a step that is waited for
+    takes longer, and the two cannot be compared.
+    """
     found: dict[str, dict[str, float]] = {}
+    queued: set[str] = set()
     names: dict[str, str] = {}
-    for step in sorted(step_rows(report), key=lambda step: step.is_queued):
+    for step in sorted(step_rows(report), key=lambda step: not step.is_queued):
         setting = _setting_of(step.name)
         if setting is None:
             continue
@@ -122,7 +127,12 @@ def step_times(report: Report) -> dict[str, dict[str, float]]:
                 f"{names[setting]} and {step.name} are both of setting {setting}, which has no "
                 "place for what they differ in; time one of them into a report of its own"
             )
-        found.setdefault(step.point.label, {})[setting] = step.row.value
+        label = step.point.label
+        if step.is_queued:
+            queued.add(label)
+        elif label in queued:
+            continue
+        found.setdefault(label, {})[setting] = step.row.value
     return found
 
 

@@ -114,3 +114,16 @@ def test_nothing_in_common_names_both_sides(tmp_path: Path) -> None:
     write_report(make_report("decode", [Row("other", 1.0, "ms")], command=["x"]), path)
     with pytest.raises(SettingsError, match=r"no tpot_ms_\* row"):
         pareto(quality_file(tmp_path), path)
+
+
+def test_steps_that_were_waited_for_are_not_beside_queued_ones(tmp_path: Path) -> None:
+    waited = [
+        Row("tpot_ms_grid-streaming-2180_8x32k", 7.2, "ms"),  # others are queued
+        Row(f"tpot_ms_grid-{FAST}_8x64k", 9.0, "ms"),  # here none is
+        Row(f"tpot_ms_grid-{SLOW}_8x64k", 12.0, "ms"),
+    ]
+    found = pareto(quality_file(tmp_path), decode_file(tmp_path, *waited), ["perplexity"])
+    drawn = {item.step: {point.setting: point.step_ms for point in item.points} for item in found}
+    assert "streaming-2180" not in drawn["8x32k"]
+    assert found[0].missing == ["streaming-2180"]
+    assert drawn["8x64k"] == {FAST: 9.0, SLOW: 12.0}
