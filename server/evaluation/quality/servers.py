@@ -211,9 +211,9 @@ def _running(
             raise StoppedError("stopped")
         return detail(server)
 
-    child = ChildProcess(spec)
+    child, ending = ChildProcess(spec), threading.Lock()
     child.start()
-    watcher = threading.Thread(target=_end_when_asked, args=(child, stop), daemon=True)
+    watcher = threading.Thread(target=_end_when_asked, args=(child, stop, ending), daemon=True)
     watcher.start()
     try:
         reason = child.await_ready(missing, timeout_s, setting="start_timeout_s")
@@ -226,7 +226,8 @@ def _running(
                 raise StoppedError("stopped") from error
             raise MeasurementError(f"{error}\n{_log_tails(child)}") from error
     finally:
-        child.stop(30.0, hurry=lambda: False)
+        with ending:
+            child.stop(30.0, hurry=lambda: False)
         watcher.join(1.0)
 
 
@@ -241,11 +242,15 @@ def _log_tails(child: ChildProcess) -> str:
     return "\n".join(found)
 
 
-def _end_when_asked(child: ChildProcess, stop: threading.Event) -> None:
-    """End the server when the user stops, so that requests under way fail at once."""
+def _end_when_asked(child: ChildProcess, stop: threading.Event, ending: threading.Lock) -> None:
+    """End the server when the user stops, so that requests under way fail at once.
+
+    `ending` is held while a child is ended, which is for one thread at a time.
+    """
     while child.exit_status() is None:
         if stop.wait(_TICK_S):
-            child.stop(10.0, hurry=lambda: False)
+            with ending:
+                child.stop(10.0, hurry=lambda: False)
             return
 
 

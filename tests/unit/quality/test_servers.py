@@ -158,3 +158,36 @@ def test_counters_of_several_cache_ranks_are_added_up(monkeypatch: pytest.Monkey
         server.counters()
     status["cache_ranks"] = []
     assert server.counters()["cache.sparse_rows_total"] == 7.0
+
+
+def test_a_server_is_ended_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process group must not be killed, nor its pipe closed, by two."""
+    began, inside, overlaps = threading.Event(), threading.Lock(), []
+
+    class Child:
+        def __init__(self, spec: ChildSpec) -> None:
+            self.spec, self.status = spec, None
+
+        def start(self) -> None:
+            pass
+
+        def exit_status(self) -> str | None:
+            return self.status
+
+        def await_ready(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def stop(self, *_: Any, **__: Any) -> None:
+            is_alone = inside.acquire(blocking=False)
+            overlaps.append(not is_alone)
+            began.set()
+            time.sleep(0.3)
+            if is_alone:
+                inside.release()
+
+    monkeypatch.setattr(servers, "ChildProcess", Child)
+    stop, spec = threading.Event(), ChildSpec(name="x", argv=(), env={}, log_path=Path("x"))
+    with servers._running(spec, SERVER, 1.0, stop, lambda _: None):
+        stop.set()
+        assert began.wait(5)
+    assert overlaps == [False, False]
