@@ -119,3 +119,10 @@ def test_errors_name_file_and_line(
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read"):
         find_tasks([f"file:{tmp_path}/none.jsonl"])
+
+
+def test_a_file_that_is_no_text_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "packed.jsonl"
+    path.write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(SettingsError, match=r"not UTF-8 text .*; convert it, and unpack"):
+        find_tasks([f"file:{path}"])

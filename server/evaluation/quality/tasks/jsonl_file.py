@@ -104,6 +104,10 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         texts = path.read_text(encoding="utf-8").split("\n")  # not at what JSON may have in texts
     except OSError as error:
         raise SettingsError(f"task file:{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(
+            f"task file:{path}: not UTF-8 text ({error}); convert it, and unpack what is compressed"
+        ) from error
     found = []
     for number, text in enumerate(texts, 1):
         if not text.strip():
