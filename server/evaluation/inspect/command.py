@@ -35,6 +35,10 @@ def inspect(
     settings = load_settings(flags, os.environ, config)
     try:
         text = prompt_file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(
+            f"--prompt-file {prompt_file}: cannot be read ({error.strerror}); give a text file"
+        ) from error
     except UnicodeDecodeError as error:
         raise SettingsError(f"--prompt-file {prompt_file}: not UTF-8 text ({error})") from error
     console = Console(stderr=True, highlight=False)

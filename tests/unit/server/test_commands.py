@@ -191,6 +191,7 @@ def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
         (["model-path", "gpt5"], 2, "there is smollm2"),
         (["status", "--url", "http://127.0.0.1:9"], 1, "is `tandemkv serve` running"),
         (["status", "--url", "localhost"], 1, "must begin with http"),
+        (["inspect", "m", "--prompt-file", "/"], 2, "(Is a directory); give a text file"),
     ],
 )
 def test_exit_codes_and_messages(
