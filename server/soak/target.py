@@ -9,6 +9,7 @@ import os
 import secrets
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,9 +56,10 @@ class Target:
 def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path | None) -> Target:
     """Return the server that runs at `url`.
 
-    Raises `SettingsError` if a key file cannot be used, or nobody listens there; `SoakError` if it
-    is not ready.
+    Raises `SettingsError` if that is no address, a key file cannot be used, or nobody listens
+    there; `SoakError` if it is not ready.
     """
+    _check_address(url)
     client = Client(
         url,
         api_key=read_key(api_key_file, "--api-key-file") if api_key_file else None,
@@ -68,6 +70,16 @@ def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path 
         raise SoakError(f"{url} is not ready: {state.detail}")
     processes = ServerProcesses.listening_at(url)
     return Target(url=url, client=client, processes=processes, is_ours=False)
+
+
+def _check_address(url: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_address = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none
+        is_address = False
+    if not is_address:
+        raise SettingsError(f"url={url}: an address such as http://127.0.0.1:30000 is required")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from tandemkv.server.launch.child_process import ChildProcess, ChildSpec
 from tandemkv.server.launch.probes import ServerState
 from tandemkv.server.soak import target as target_module
 from tandemkv.server.soak.canaries import SoakError
-from tandemkv.server.soak.target import started_target
+from tandemkv.server.soak.target import running_target, started_target
 
 
 class _Started(Exception):
@@ -93,3 +93,11 @@ def test_a_server_that_never_says_that_it_serves_is_given_up(
             target_module._await_ready(child, "http://x")
     finally:
         child.kill_group()
+
+
+@pytest.mark.parametrize("url", ["foo", "127.0.0.1:30000", "https://x", "http://", "http://x:port"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(
+        SettingsError, match=r"url=.*: an address such as http://127\.0\.0\.1:30000"
+    ):
+        running_target(url, api_key_file=None, admin_key_file=None)
