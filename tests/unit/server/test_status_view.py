@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 from rich.console import Console
 
@@ -48,3 +50,20 @@ def test_what_went_wrong_is_marked_and_settings_are_not() -> None:
     assert yellow in shown({"cache_rank_lost_total": 1.0}, styles=True)
     assert yellow not in shown({"cache_rank_lost_total": 0.0}, styles=True)
     assert yellow not in shown({}, styles=True, late_layers="1")
+
+
+def test_the_manual_names_rows_as_they_are_shown() -> None:
+    text = (Path(__file__).parents[3] / "docs/launch.md").read_text(encoding="utf-8")
+    _, *tables = text.split("| row of `status` | meaning |\n|---|---|\n")
+    named = [
+        name
+        for table in tables
+        for line in table.partition("\n\n")[0].splitlines()
+        for name in re.findall(r"`([^`]+)`", line.split("|")[1])
+    ]
+    assert {"exchange wait", "announcement seen p50"} <= set(named)
+    assert [name for name in named if "_" in name] == []
+    (shown_as,) = [
+        name for _, name, _ in lines_of({"announcement_seen_p50_us": 3.0}) if "ann" in name
+    ]
+    assert shown_as == "announcement seen p50"
