@@ -92,8 +92,8 @@ def resolve_placement(
     given, settings = settings, with_late_layers(settings, spec.num_layers)
     if settings is not given:
         progress(
-            "the first layer is selected for a step ahead, for nothing hides its selection: "
-            "--late-layers 0 turns that off"
+            "layer 0 uses tokens selected at the end of the step before, because its own selection "
+            "would delay the step; --late-layers 0 turns that off"
         )
     settings = with_states(settings, spec, device)
     if device == "cuda":
