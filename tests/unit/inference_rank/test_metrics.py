@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from tandemkv.cache_rank.protocol.messages import TOTALS_OF_PROCESS, StatusReply
 from tandemkv.inference_rank import metrics
 from tandemkv.inference_rank.counters import Counters
-from tandemkv.inference_rank.metric_names import HELP
+from tandemkv.inference_rank.metric_names import HELP, exported
 from tandemkv.inference_rank.sglang.pool import Occupancy
 
 
@@ -135,3 +135,11 @@ def test_the_size_of_the_pool_is_no_counter() -> None:
         SimpleNamespace(req_to_token_pool=pool, token_to_kv_pool_allocator=pool)
     ).values()
     assert values == {"request_rows": 40.0, "slots_used": 40.0, "slots": 64.0}
+
+
+def test_the_manual_names_metrics_as_they_are() -> None:
+    text = (Path(__file__).parents[3] / "docs/launch.md").read_text(encoding="utf-8")
+    for name in ("exchange_wait_us_total", "pause_ms_total"):
+        assert f"`{name}`" in text
+        assert f"`tandemkv_inference_{exported(name)[0]}`" in text
+    assert "`tandemkv_edge_refused_total{status=...}`" in text
