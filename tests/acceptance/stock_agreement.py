@@ -33,6 +33,7 @@ DEVICE = os.environ.get("TANDEMKV_TEST_DEVICE", "cuda")
 DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
 MARGIN = 0.5 if DEVICE == "cuda" else 1e-3
 MEAN_LOGPROB_DIFFERENCE = 0.05 if DEVICE == "cuda" else 1e-4
+_LOG_LINES = 60
 COUNT, LONGEST, NEW_TOKENS = (20, 3500, 64) if DEVICE == "cuda" else (5, 600, 16)
 CAPACITY_TOKENS = 64 * 1024 if DEVICE == "cuda" else 16 * 1024
 COVERING = {
@@ -74,7 +75,17 @@ def served(selection: dict[str, Any], **changes: Any) -> Iterator[Server]:
         file.flush()
         edge = {"edge": {"admin_key_file": file.name}}
         with tandem_server(settings_of(selection, **edge, **changes), threading.Event()) as found:
-            yield Server(found.url, os.getpid(), Path(os.devnull), admin_key=key)
+            try:
+                yield Server(found.url, os.getpid(), Path(os.devnull), admin_key=key)
+            except BaseException:
+                _print_logs(found.log_dir)  # they go with the server
+                raise
+
+
+def _print_logs(folder: Path | None) -> None:
+    for log in sorted(folder.glob("*.log")) if folder is not None else ():
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        print(f"last lines of {log.name}:", *lines[-_LOG_LINES:], sep="\n")
 
 
 @contextlib.contextmanager

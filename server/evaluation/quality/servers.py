@@ -59,6 +59,8 @@ class RunningServer:
     """Whether it is SGLang without the plugin."""
     probe_file: Path | None = None
     """Where attention probes are written, if they are."""
+    log_dir: Path | None = None
+    """Where its ranks' logs are; not of stock SGLang."""
 
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request to SGLang's native endpoint.
@@ -148,7 +150,9 @@ def tandem_server(
         if probe_file is not None:
             env[PROBE_VARIABLE] = str(probe_file)
         argv = (*SERVER, "serve", settings.model, "--config", str(config))
-        server = RunningServer(f"http://{_HOST}:{port}", is_stock=False, probe_file=probe_file)
+        server = RunningServer(
+            f"http://{_HOST}:{port}", is_stock=False, probe_file=probe_file, log_dir=work / "run"
+        )
         spec = ChildSpec(name="tandemkv serve", argv=argv, env=env, log_path=work / "serve.log")
         detail = partial(_ready, run_dir=work / "run")
         with _running(spec, server, settings.start_timeout_s, stop, detail):
