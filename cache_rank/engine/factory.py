@@ -10,7 +10,12 @@ import torch
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.policies.base import Policy, PolicyContext
 from tandemkv.cache_rank.policies.checkpoint import Checkpoint
-from tandemkv.cache_rank.policies.composition import check_device, check_placement, check_shards
+from tandemkv.cache_rank.policies.composition import (
+    check_device,
+    check_kv_dtype,
+    check_placement,
+    check_shards,
+)
 from tandemkv.cache_rank.policies.registry import (
     check_pooling,
     check_resolved,
@@ -71,6 +76,7 @@ def make_policy(
     capabilities = policy_class.capabilities
     check_resolved(policy_class, selection)
     check_device(policy_class, selection.policy, device.type)
+    check_kv_dtype(policy_class, selection.policy, model.dtype)
     check_placement(policy_class, selection.policy, settings.placement)
     check_shards(policy_class, selection.policy, settings.placement.head_shards)
     check_pooling(policy_class, selection)

@@ -52,6 +52,8 @@ class PolicyCapabilities:
     """Which steps of a sparse row are slow (`Timing.EXACT_STEP` only)."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Where it can run."""
+    kv_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    """Of the model's dtypes, in which K and V are stored, those that it can read."""
     default_samples: int = 0
     """Samples that are attended to besides, if nothing else is asked for and K is not less."""
     prediction: Literal["ridge", "mean"] | None = None

@@ -81,6 +81,19 @@ def check_device(policy: type[Policy], name: str, device: str) -> None:
         )
 
 
+def check_kv_dtype(policy: type[Policy], name: str, dtype: str) -> None:
+    """Refuse a policy that cannot read K and V of a model in `dtype`, which is not ``auto``.
+
+    Raises `PolicyError`, saying what to do.
+    """
+    readable = policy.capabilities.kv_dtypes
+    if dtype not in readable:
+        raise PolicyError(
+            f"policy={name} reads K and V in {' or '.join(readable)}, and those of the model are "
+            f"in {dtype}; use --dtype {readable[-1]}, or another --policy"
+        )
+
+
 def check_placement(policy: type[Policy], name: str, placement: Placement) -> None:
     """Refuse a policy whose steps are not captured where processes with GPUs need them to be.
 

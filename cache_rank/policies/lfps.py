@@ -102,7 +102,10 @@ class LfpsPolicy(AttendingPolicy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.SAME_STEP_ATTENTION, devices=("cpu",), per_head=True
+        timing=Timing.SAME_STEP_ATTENTION,
+        devices=("cpu",),
+        kv_dtypes=("float32", "bfloat16"),
+        per_head=True,
     )
     options_model: ClassVar[type[PolicyOptions]] = LfpsOptions
     options: LfpsOptions
@@ -185,7 +188,7 @@ class LfpsPolicy(AttendingPolicy):
         """Compile before a request waits for it."""
         model = self.context.model
         if model.dtype == "float16":
-            return  # told when KV of that dtype is attended to: the rank may be given another
+            return  # an engine does not get here (`check_kv_dtype`), and KV of it are not read
         heads = model.num_kv_heads
         # Numba compiles anew for another layout.
         whole = 2 * heads if self.context.has_strided_pools else heads

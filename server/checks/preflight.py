@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandemkv.cache_rank.policies.composition import check_kv_dtype
+from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
@@ -66,6 +68,7 @@ def resolve_launch(settings: ServeSettings, progress: Callable[[str], None]) -> 
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
     spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
+    check_kv_dtype(find_policy(settings.selection.policy), settings.selection.policy, dtype)
     config = read_config(model_dir)
     check_model(settings, spec, config)
     check_model_files(model_dir, config, settings.sglang_args)
@@ -95,6 +98,7 @@ def resolve_cache_rank(
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
     spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
+    check_kv_dtype(find_policy(settings.selection.policy), settings.selection.policy, dtype)
     check_index_channels(settings.selection, spec)
     return resolve_alone(settings, spec, model_dir, device=device), model_dir
 
@@ -134,7 +138,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     Raises `SettingsError`, saying what would do.
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
-    from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
+    from tandemkv.cache_rank.policies.registry import check_pooling
 
     selection = settings.selection
     policy = find_policy(selection.policy)
@@ -161,8 +165,6 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
 
 def check_channels(selection: SelectionSettings, spec: ModelSpec) -> None:
     """Refuse a file of channels that nothing would read, or that is of another model."""
-    from tandemkv.cache_rank.policies.registry import find_policy
-
     if selection.index_channels is None:
         return
     says = find_policy(selection.policy).capabilities

@@ -111,6 +111,21 @@ def test_refuses_unknown_policies() -> None:
         )
 
 
+def test_refuses_kv_that_a_policy_cannot_read(model_dir: Path) -> None:
+    """On a GPU a float16 checkpoint has them without a flag, and only long requests read them."""
+    lfps = {"selection": {"policy": "lfps"}}
+    said = r"policy=lfps reads K and V in float32 or bfloat16, .* float16; use --dtype bfloat16"
+    with pytest.raises(SettingsError, match=said):
+        resolve(model_dir, dtype="float16", **lfps)
+    resolve(model_dir, dtype="bfloat16", **lfps)
+    resolve(model_dir, dtype="float16")
+    config = read_config(model_dir) | {"torch_dtype": "float16"}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    settings = ServeSettings(model=str(model_dir), **lfps)
+    with pytest.raises(SettingsError, match=said):
+        preflight.resolve_cache_rank(settings, "cuda", lambda _: None)
+
+
 def test_refuses_what_has_no_calibration(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match="tandemkv calibrate MODEL --policy sync_kv"):
         resolve(model_dir, selection={"policy": "sync_kv"})
