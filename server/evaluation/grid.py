@@ -29,6 +29,7 @@ from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import DEFAULT_POLICY, SelectionSettings
 from tandemkv.server.plan.pages import on_device
+from tandemkv.server.settings.yaml_text import load_yaml
 
 _NAME = re.compile(
     r"(?:(?P<policy>[a-z][a-z_]*)-)?k(?P<k>\d+)-c(?P<c>[\d.]+)-cap(?P<cap>\d+)-s(?P<samples>\d+)"
@@ -80,7 +81,7 @@ def read_grid(
 def read_yaml(path: Path, option: str) -> Any:
     """Return what a file holds that was given as `option`; raises `SettingsError`."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         detail = " ".join(str(error).split())
         raise SettingsError(f"{option} {path}: cannot be read ({detail})") from error

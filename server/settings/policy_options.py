@@ -16,6 +16,8 @@ import yaml
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
+from .yaml_text import RepeatedKeyError, load_yaml
+
 GROUP = "policy_options"
 """Of settings files and the environment; below it the policy, and below that the option."""
 
@@ -74,7 +76,9 @@ def options_in(value: Any, source: str) -> dict[str, Any]:
     required = f"{GROUP} (from {source}): a mapping is required: {{policy: {{option: value}}}}"
     if isinstance(value, str):
         try:
-            value = yaml.safe_load(value)
+            value = load_yaml(value)
+        except RepeatedKeyError as error:
+            raise SettingsError(f"{GROUP} (from {source}): {error}") from error
         except yaml.YAMLError as error:
             raise SettingsError(required) from error
     if not isinstance(value, Mapping):

@@ -24,6 +24,7 @@ from .policy_options import (
     options_tree,
     split_option,
 )
+from .yaml_text import RepeatedKeyError, load_yaml
 
 _LAYER_LISTS = ("selection.exact_layers", "selection.anchors")
 _DECIDED = "placement"
@@ -104,9 +105,11 @@ def to_yaml(settings: ServeSettings) -> str:
 
 def _from_yaml(path: Path) -> dict[str, Sourced]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except RepeatedKeyError as error:
+        raise SettingsError(f"--config {path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = " ".join(str(error).split())
         raise SettingsError(f"--config {path}: not valid YAML ({where})") from error
@@ -114,7 +117,12 @@ def _from_yaml(path: Path) -> dict[str, Sourced]:
         return {}
     if not isinstance(tree, dict):
         raise SettingsError(f"--config {path}: a mapping of settings is required")
-    return {key: Sourced(value, str(path)) for key, value in _flat(tree, "", str(path))}
+    found: dict[str, Sourced] = {}
+    for key, value in _flat(tree, "", str(path)):
+        if key in found:  # with its dotted name, and in its group
+            raise SettingsError(f"--config {path}: {key} is given twice; leave one of them out")
+        found[key] = Sourced(value, str(path))
+    return found
 
 
 def _flat(tree: Mapping[Any, Any], prefix: str, source: str) -> Iterator[tuple[str, Any]]:

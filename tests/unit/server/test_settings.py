@@ -140,6 +140,20 @@ _OTHER_LINKS = ["transport=peer", "'shared', 'message' or 'local'"]
         ("selection: 3", {}, {}, ["selection", "serve.yaml", "group"]),
         ("[1]", {}, {}, ["serve.yaml", "mapping"]),
         ("a: [", {}, {}, ["serve.yaml", "not valid YAML"]),
+        (
+            "selection:\n  policy: exact\nport: 1\nselection: {seed_window: 9}\n",
+            {},
+            {},
+            ["serve.yaml: selection is given twice", "in line 1 and in line 4; leave one"],
+        ),
+        ("cache: {kv_dtype: auto, kv_dtype: auto}", {}, {}, ["kv_dtype is given twice"]),
+        (
+            "selection.policy: exact\nselection: {policy: quest}",
+            {},
+            {},
+            ["serve.yaml: selection.policy is given twice"],
+        ),
+        ("", {"TANDEMKV_SERVE_POLICY_OPTIONS": "{sfi: {}, sfi: {}}"}, {}, ["sfi is given twice"]),
         ("", {"TANDEMKV_SERVE_PROT": "1"}, {}, ["prot", "TANDEMKV_SERVE_PROT"]),
         ("", {"TANDEMKV_SERVE_CACHE__SIZE": "1"}, {}, ["cache.size", "TANDEMKV_SERVE_CACHE__SIZE"]),
         ("port: 70000", {}, {}, ["port=70000", "serve.yaml", "65535"]),
@@ -197,6 +211,16 @@ def test_errors_name_key_and_source(
     for part in expected:
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_may_merge_mappings_and_switch(tmp_path: Path) -> None:
+    text = (
+        "cache: &base {capacity_tokens: 4096}\nselection: {<<: {seed_window: 9}, seed_window: 8}\n"
+        "allow_remote: yes\ncalibrated: off\n"
+    )
+    settings = load_settings(flags(), {}, write(tmp_path, text))
+    assert (settings.selection.seed_window, settings.cache.capacity_tokens) == (8, 4096)
+    assert (settings.allow_remote, settings.calibrated) == (True, False)
 
 
 def test_two_errors_are_both_reported() -> None:
