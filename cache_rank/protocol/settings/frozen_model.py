@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class FrozenModel(BaseModel):
@@ -15,9 +15,30 @@ class FrozenModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_switches(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse yes and no, as YAML reads them, for a number: pydantic takes them for 1 and 0."""
+        items = value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(item, bool) for item in items):
+            types_taken = _leaves(cls.model_fields[str(info.field_name)].annotation)
+            if types_taken & {int, float} and bool not in types_taken:
+                raise ValueError("a number is required, not true or false (nor yes, no, on or off)")
+        return value
+
 
 def required_type(hint: Any) -> Any:
     """Return a type without its ``| None``."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(item for item in typing.get_args(hint) if item is not type(None))
     return hint
+
+
+def _leaves(hint: Any) -> set[Any]:
+    """Return the types that a type is made of, in unions, tuples and annotations."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Annotated:
+        inner = inner[:1]
+    elif typing.get_origin(hint) is typing.Literal:
+        inner = ()
+    return set[Any]().union(*map(_leaves, inner)) if inner else {hint}
