@@ -100,9 +100,8 @@ def serve(
     Settings: flags, then TANDEMKV_SERVE_* variables, then --config, then defaults.
     """
     add_arguments(flags, ctx, model)
-    if print_settings and model is None:
-        flags.setdefault("model", Sourced(EMBEDDED_MODEL, "--print-settings"))
-    settings = load_settings(flags, os.environ, config)
+    otherwise = {"model": Sourced(EMBEDDED_MODEL, "--print-settings")} if print_settings else {}
+    settings = load_settings(flags, os.environ, config, otherwise=otherwise)
     if print_settings:
         typer.echo(to_yaml(settings), nl=False)
         return

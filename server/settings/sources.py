@@ -55,16 +55,21 @@ def setting_fields(model: type[BaseModel] = ServeSettings, prefix: str = "") -> 
 
 
 def load_settings(
-    flags: Mapping[str, Sourced], environ: Mapping[str, str], config: Path | None = None
+    flags: Mapping[str, Sourced],
+    environ: Mapping[str, str],
+    config: Path | None = None,
+    *,
+    otherwise: Mapping[str, Sourced] | None = None,
 ) -> ServeSettings:
     """Return the settings, merged and checked.
 
     `flags` maps dotted names to values given on the command line. Of `environ` the variables that
-    begin with ``TANDEMKV_SERVE_`` count; `config` is a YAML file. Raises `SettingsError` if a key
-    is unknown or a value is wrong; the message names the key and its source.
+    begin with ``TANDEMKV_SERVE_`` count; `config` is a YAML file. `otherwise` has values of
+    settings that none of these names. Raises `SettingsError` if a key is unknown or a value is
+    wrong; the message names the key and its source.
     """
     in_file = _from_yaml(config) if config is not None else {}
-    merged = in_file | _from_environment(environ) | dict(flags)
+    merged = dict(otherwise or {}) | in_file | _from_environment(environ) | dict(flags)
     tree: dict[str, Any] = {}
     options = {key: merged.pop(key) for key in list(merged) if key.startswith(f"{GROUP}.")}
     for key, (value, source) in merged.items():

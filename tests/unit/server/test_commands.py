@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 import yaml
@@ -174,6 +175,27 @@ def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
     assert printed["selection"]["budget_tokens"] == 512
     assert printed["exchange"]["heartbeat_misses"] == 5
     assert printed["sglang_args"] == ["--log-level", "debug"]
+
+
+def test_prints_the_model_that_is_named_anywhere(runner: CliRunner, tmp_path: Path) -> None:
+    config = tmp_path / "m.yaml"
+    config.write_text("model: of-the-file\n")
+
+    def printed(*words: str, env: dict[str, str] | None = None) -> str:
+        result = runner.invoke(app, ["serve", *words, "--print-settings"], env=env)
+        assert result.exit_code == 0
+        return str(yaml.safe_load(result.stdout)["model"])
+
+    environ = {"TANDEMKV_SERVE_MODEL": "of-the-environment"}
+    given = ("--config", str(config))
+    assert printed() == "smollm2"
+    assert printed(*given) == "of-the-file"
+    assert printed(*given, env=environ) == "of-the-environment"
+    assert printed("of-the-flags", *given, env=environ) == "of-the-flags"
+    config.write_text("model: 7\n")
+    refused = runner.invoke(app, ["serve", *given, "--print-settings"])
+    assert refused.exit_code == 2
+    assert "model=7 (from " in refused.stderr
 
 
 @pytest.mark.parametrize(
