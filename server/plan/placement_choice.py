@@ -175,6 +175,12 @@ def check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Pl
             f"standby is for the host of the cache rank, and that at {settings.cache_rank_address} "
             "is not started here; give --standby to `tandemkv cache-rank --address` there"
         )
+    if settings.link_keys is not None and settings.cache_rank_address is None:
+        raise SettingsError(
+            f"link_keys={settings.link_keys}: keys of yours are for a cache rank that "
+            "--cache-rank-address names, and none is named; for one that starts here keys are made "
+            "if there is need. Leave --link-keys out, or add --cache-rank-address"
+        )
     if placement.engines_per_rank > 1 and placement.model_device == "cuda":
         raise SettingsError(
             f"cache_ranks={placement.num_cache_ranks} and tensor_parallel={placement.tp_size}: one "
@@ -389,7 +395,8 @@ def _choose(
     for name in ("cache_rank_address", "transport", "cache_ranks"):
         given = getattr(settings, name)
         if given is not None:
-            return settings, f"--{name.replace('_', '-')} {given} was given"
+            here = ", for cache ranks on this host" if given == "message" else ""
+            return settings, f"--{name.replace('_', '-')} {given} was given{here}"
     if device == "cpu" and spec.linear_layers:
         reason = "states of linear attention cannot be taken back if a cache rank is lost"
         return settings.model_copy(update={"cache_ranks": 0}), reason

@@ -69,7 +69,9 @@ class ServeSettings(FrozenModel):
         "have a part of the KV heads each.",
     )
     link_keys: Path | None = Field(
-        None, description="Folder of CURVE keys that `tandemkv link-keys` makes."
+        None,
+        description="Folder of CURVE keys that `tandemkv link-keys` makes, for cache "
+        "ranks that are met at an address.",
     )
     calibrated: bool = Field(
         True,

@@ -29,7 +29,7 @@ _Parts = Annotated[int, Field(ge=1, le=64)]
 _WHERE = {
     "local": "in SGLang's process, on the same device",
     "shared": "in a process of its own, in memory that both processes map",
-    "message": "in a process of its own, on another host or address, met by messages",
+    "message": "in a process of its own, met by messages",
     "shared, two GPUs": "in a process of its own, on a GPU of its own, in memory that both map",
     "shared, host": "in a process of its own, on the host's CPU, in host memory that both map",
 }

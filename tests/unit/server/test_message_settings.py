@@ -11,11 +11,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rich.console import Console
+from tiny_model import write_model
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.checks.preflight import resolve_launch
 from tandemkv.server.cli.commands import app
 from tandemkv.server.launch import message_launch
 from tandemkv.server.launch.cache_rank_launch import clean_run_dir
@@ -60,7 +62,32 @@ def test_an_address_means_the_link() -> None:
     assert (placement.link, placement.num_cache_ranks) == ("message", 1)
     assert placement.has_far_pool
     assert placement.has_far_host
-    assert "another host" in placement.describe()
+    assert "in a process of its own, met by messages; " in placement.describe()
+
+
+def _resolved(tmp_path: Path, **given: Any) -> str:
+    """Return the placement of a launch here."""
+    model_dir = write_model(tmp_path / "model")
+    settings = _settings(model=str(model_dir), device="cpu", port=0, **given)
+    return resolve_launch(settings, lambda _: None).placement.describe()
+
+
+def test_keys_are_for_an_address(tmp_path: Path) -> None:
+    """A launch with both ends makes its own, and the folder would not be looked at."""
+    keys = str(tmp_path / "keys")
+    for given in ({"transport": "message"}, {"transport": "shared"}, {"cache_ranks": 0}, {}):
+        with pytest.raises(SettingsError, match=r"link_keys=.*keys: .* Leave --link-keys out"):
+            _resolved(tmp_path, link_keys=keys, **given)
+    _resolved(tmp_path, link_keys=keys, cache_rank_address=_ADDRESS)
+
+
+def test_the_placement_says_which_host_it_is(tmp_path: Path) -> None:
+    here = _resolved(tmp_path, transport="message")
+    said = "met by messages; --transport message was given, for cache ranks on this host"
+    assert here.endswith(said)
+    far = _resolved(tmp_path, cache_rank_address=_ADDRESS, link_keys="keys")
+    assert far.endswith(f"met by messages; --cache-rank-address {_ADDRESS} was given")
+    assert "another host" not in here + far
 
 
 @pytest.mark.parametrize(("tp_size", "num_shards"), [(1, 2), (2, 1)])

@@ -71,7 +71,7 @@ def test_by_messages_each_of_several_has_a_gpu_of_its_own(
     placement = settings.rank_settings.placement
     assert (placement.head_shards, placement.num_cache_ranks) == (3, 3 * tp_size)
     assert (placement.num_sharing, placement.two_gpus) == (1, True), "each has a pool of its own"
-    assert "each with its part of the KV heads, in a process of its own, on another" in said[0]
+    assert "each with its part of the KV heads, in a process of its own, met by messages" in said[0]
     gpus(4 * tp_size - 1)
     with pytest.raises(SettingsError, match=f"needs {4 * tp_size} GPUs, {4 * tp_size - 1} seen"):
         resolve(tmp_path, **given)
