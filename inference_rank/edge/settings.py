@@ -8,15 +8,22 @@ of which the settings hold the paths alone.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.frozen_model import FrozenModel
 
 EDGE_VARIABLE = "TANDEMKV_EDGE"
+
+_ORIGIN = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
+)
+_LEFT_OUT = {"http": "80", "https": "443"}
+"""Ports that browsers do not name."""
 
 
 class EdgeSettings(FrozenModel):
@@ -33,7 +40,9 @@ class EdgeSettings(FrozenModel):
         "default: they are not served.",
     )
     cors_origins: tuple[str, ...] = Field(
-        default=(), description="Web origins whose pages may call the server, or none."
+        default=(),
+        description="Web origins whose pages may call the server, e.g. https://ui.example:8443, or "
+        "none.",
     )
     max_queued_requests: int = Field(
         default=64,
@@ -75,6 +84,29 @@ class EdgeSettings(FrozenModel):
         le=1 << 24,
         description="Longest JSON schema, regular expression or grammar of a request.",
     )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse what no browser sends as an origin, for it would match nothing."""
+        found = tuple(origin.strip() for origin in origins)
+        for origin in found:
+            if origin == "*":
+                raise ValueError(
+                    "* would let every page call the server that somebody with access to it opens; "
+                    "name the origins"
+                )
+            match = _ORIGIN.fullmatch(origin)
+            if match is None:
+                raise ValueError(
+                    f"{origin!r} is no origin; write scheme://host or scheme://host:port in lower "
+                    "case, without a path, as a browser's address bar begins"
+                )
+            if match["port"] and match["port"] == _LEFT_OUT.get(match["scheme"]):
+                raise ValueError(
+                    f"{origin!r}: browsers leave that port out; write {origin.rpartition(':')[0]}"
+                )
+        return found
 
 
 def edge_settings(environ: Mapping[str, str] = os.environ) -> EdgeSettings:

@@ -228,6 +228,30 @@ def test_a_file_may_merge_mappings_and_switch(tmp_path: Path) -> None:
     assert (settings.allow_remote, settings.calibrated) == (True, False)
 
 
+def test_web_origins_are_what_browsers_send() -> None:
+    given = "https://a.example, http://127.0.0.1:8080,app://notes,http://[::1]:3000"
+    assert load_settings(flags(edge__cors_origins=given), {}).edge.cors_origins == (
+        "https://a.example", "http://127.0.0.1:8080", "app://notes", "http://[::1]:3000",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        ("*", "every page .*; name the origins"),
+        *((text, "is no origin; write scheme://host") for text in (
+            "foo", "https://a.com/", "https://A.com", "https://a.com/x", "https://u@a.com", "null",
+            "https://a.com,", "https://", "https://a.com:x",
+        )),
+        ("https://a.com:443", "leave that port out; write https://a.com$"),
+        ("http://a.com:80", "leave that port out; write http://a.com$"),
+    ],
+)  # fmt: skip
+def test_web_origins_that_would_match_nothing_are_refused(origin: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=rf"cors_origins=.* \(from --edge__.*\): .*{said}"):
+        load_settings(flags(edge__cors_origins=f"https://ok.example,{origin}"), {})
+
+
 def test_two_errors_are_both_reported() -> None:
     with pytest.raises(SettingsError, match=r"port=-1.*; .*max_running_requests=0"):
         load_settings(flags(port="-1", max_running_requests="0"), {})
