@@ -293,6 +293,15 @@ class Policy(ABC):
         self.context = context
         selection = context.selection
         self.options = read_options(self.options_model, selection.policy, selection.options)
+        self.check_settings(selection)
+
+    @classmethod
+    def check_settings(cls, selection: SelectionSettings) -> None:
+        """Refuse settings that it cannot be built with; `serve` asks before it starts anything.
+
+        Raises `PolicyError`, saying what to do.
+        """
+        del selection
 
     @property
     def traits(self) -> PolicyTraits:
@@ -402,5 +411,5 @@ def check_seed_queries(name: str, wanted: int, selection: SelectionSettings) -> 
     if wanted > selection.seed_window:
         raise PolicyError(
             f"{name}={wanted}: the last {selection.seed_window} queries of a prompt are handed "
-            "over; take as many at most, or give selection.seed_window in the settings file"
+            "over; take as many at most, or raise --seed-window"
         )

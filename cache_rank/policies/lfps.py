@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .attending import Attended, AttendingPolicy, AttendInput
 from .base import (
@@ -110,9 +111,15 @@ class LfpsPolicy(AttendingPolicy):
     options_model: ClassVar[type[PolicyOptions]] = LfpsOptions
     options: LfpsOptions
 
+    @classmethod
+    def check_settings(cls, selection: SelectionSettings) -> None:
+        """See `Policy.check_settings`."""
+        options = cls.options_model.model_validate(selection.options)
+        assert isinstance(options, LfpsOptions)
+        check_seed_queries("lfps.rows", options.rows, selection)
+
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        check_seed_queries("lfps.rows", self.options.rows, context.selection)
         self._step = _load_kernel()
         self._states: dict[Owner, dict[int, LfpsState]] = {}
         self._num_threads = policy_threads()

@@ -10,12 +10,12 @@ from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import RefreshRule, Timing
 from tandemkv.cache_rank.protocol.settings.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.kernels.topk import topk_positions
 
 from .base import (
     Policy,
     PolicyCapabilities,
-    PolicyContext,
     PolicyError,
     PolicyOptions,
     SeedInput,
@@ -126,12 +126,15 @@ class SFIPolicy(Policy):
     options: SFIOptions
     pools_positions: ClassVar[bool] = True
 
-    def __init__(self, context: PolicyContext) -> None:
-        super().__init__(context)
-        check_seed_queries("sfi.window", self.options.window, context.selection)
-        if context.selection.pooling != "softmax_mean":
+    @classmethod
+    def check_settings(cls, selection: SelectionSettings) -> None:
+        """See `Policy.check_settings`."""
+        options = cls.options_model.model_validate(selection.options)
+        assert isinstance(options, SFIOptions)
+        check_seed_queries("sfi.window", options.window, selection)
+        if selection.pooling != "softmax_mean":
             raise PolicyError(
-                f"pooling={context.selection.pooling}: policy=sfi needs distributions as evidence; "
+                f"pooling={selection.pooling}: policy=sfi needs distributions as evidence; "
                 "use --pooling softmax_mean"
             )
 

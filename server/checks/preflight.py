@@ -142,6 +142,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
 
     selection = settings.selection
     policy = find_policy(selection.policy)
+    policy.check_settings(selection)
     check_pooling(policy, selection)
     check_channels(selection, spec)
     found = resolve_calibration(selection, spec, policy.capabilities)

@@ -138,6 +138,22 @@ def test_refuses_what_has_no_calibration(model_dir: Path) -> None:
         resolve(model_dir, selection={"policy": "quest", "pool_before": 1})
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"policy": "sfi", "options": {"window": 128}}, r"sfi\.window=128: .* raise --seed-window"),
+        ({"policy": "sfi", "pooling": "max_logit"}, "policy=sfi needs distributions"),
+        ({"policy": "lfps", "options": {"rows": 65}}, r"lfps\.rows=65: .* raise --seed-window"),
+    ],
+    ids=str,
+)
+def test_refuses_what_a_policy_cannot_do(
+    model_dir: Path, given: dict[str, object], said: str
+) -> None:
+    with pytest.raises(SettingsError, match=said):
+        resolve(model_dir, selection=given)
+
+
 def test_clusters_of_heads_do_not_cross_ranks(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
