@@ -74,6 +74,65 @@ def check_pooling(policy: type[Policy], selection: SelectionSettings) -> None:
         )
 
 
+def unread_settings(
+    policy: type[Policy], values: Mapping[str, Any], *, share_layers: bool
+) -> dict[str, str]:
+    """Return which of `values` say something that a policy never reads, and why not, by name."""
+    says = policy.capabilities
+    shares_heads = says.calibration == "sync_kv"
+    has_anchors = says.calibration == "kascade" or (share_layers and not shares_heads)
+    why = {}
+    if shares_heads:
+        why = dict.fromkeys(("anchors", "share_layers"), "shares selections over heads, not layers")
+    elif not has_anchors:
+        why["calibration"] = "reads no calibration without --share-layers"
+        why["anchors"] = "has no anchor layers without --share-layers"
+    if not says.selects or says.attends:
+        why["fetch_cap"] = "fetches nothing"
+    if not says.selects:
+        why["refresh_every"] = "selects nothing"
+    if not says.selects or says.attends or says.index != "keys":
+        why["index_dtype"] = "scans no index of keys"
+    nothing: dict[str, tuple[Any, ...]] = {"refresh_every": (None, 1), "anchors": ((), [])}
+    if not says.attends:  # without an index pages have more tokens by int4 all the same
+        nothing["index_dtype"] = ("native", "int4")
+    defaults = SelectionSettings()
+    return {
+        name: text
+        for name, text in why.items()
+        if name in values and values[name] not in nothing.get(name, (getattr(defaults, name),))
+    }
+
+
+def check_read(policy: type[Policy], selection: SelectionSettings) -> None:
+    """Refuse settings that the policy never reads: who gives one waits for what it does.
+
+    Raises `PolicyError`, naming the first.
+    """
+    values = {name: getattr(selection, name) for name in SelectionSettings.model_fields}
+    unread = unread_settings(policy, values, share_layers=selection.share_layers)
+    for name, why in unread.items():
+        value = values[name]
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        raise PolicyError(
+            f"{name}={text}: policy={selection.policy} {why}; drop --{name.replace('_', '-')}, or "
+            "take another --policy"
+        )
+
+
+def read_by(
+    policy: str, of_all: Mapping[str, Any], own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Join settings for several policies with a policy's `own`; without those it never reads.
+
+    `own` are kept whatever they are. Raises `PolicyError` if there is no such policy.
+    """
+    joined = {**of_all, **(own or {})}
+    shares = bool(joined.get("share_layers"))
+    unread = unread_settings(find_policy(policy), of_all, share_layers=shares)
+    return {name: x for name, x in joined.items() if name not in unread or name in (own or {})}
+
+
 def _pools(policy: type[Policy]) -> bool:
     is_own = getattr(policy, "select", None) is not ScoringPolicy.select
     return policy.pools_positions and (not is_own or "pools_positions" in vars(policy))

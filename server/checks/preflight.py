@@ -133,16 +133,17 @@ def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:
 
 
 def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
-    """Refuse a policy whose calibration or pooling does not fit.
+    """Refuse a policy whose calibration or pooling does not fit, and settings it never reads.
 
     Raises `SettingsError`, saying what would do.
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
-    from tandemkv.cache_rank.policies.registry import check_pooling
+    from tandemkv.cache_rank.policies.registry import check_pooling, check_read
 
     selection = settings.selection
     policy = find_policy(selection.policy)
     policy.check_settings(selection)
+    check_read(policy, selection)
     check_pooling(policy, selection)
     check_channels(selection, spec)
     found = resolve_calibration(selection, spec, policy.capabilities)

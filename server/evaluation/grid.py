@@ -25,7 +25,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandemkv.cache_rank.policies.base import PolicyError
-from tandemkv.cache_rank.policies.registry import resolve_selection
+from tandemkv.cache_rank.policies.registry import read_by, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import DEFAULT_POLICY, SelectionSettings
 from tandemkv.server.plan.pages import on_device
@@ -68,7 +68,7 @@ def read_grid(
         ) from error
     grid: dict[str, dict[str, Any]] = {}
     for values in itertools.chain.from_iterable(map(_product, found.points)):
-        values = {**(base or {}), **values}
+        values = _joined(base or {}, values)
         grid.setdefault(setting_name(_checked(path, values, device)), values)
     for tokens in found.streaming:
         values = {"policy": "streaming"}
@@ -76,6 +76,14 @@ def read_grid(
         values |= {"budget_tokens": 0, "num_recent_tokens": tokens - sink}
         grid.setdefault(setting_name(_checked(path, values, device)), values)
     return grid
+
+
+def _joined(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what holds for all entries, without what an entry's policy never reads."""
+    try:
+        return read_by(str(values.get("policy", base.get("policy", DEFAULT_POLICY))), base, values)
+    except PolicyError:
+        return {**base, **values}  # no policy, as whoever checks it says
 
 
 def read_yaml(path: Path, option: str) -> Any:

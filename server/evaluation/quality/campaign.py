@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tandemkv.cache_rank.policies.registry import resolve_selection
+from tandemkv.cache_rank.policies.registry import read_by, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSettings
@@ -96,9 +96,9 @@ class Campaign:
             return self.served
         if configuration.is_open:
             return with_open_selection(self.base, configuration.selection)
-        selection = resolve_selection(
-            self.base.selection.model_dump(exclude={"options"}) | configuration.selection
-        )
+        base = self.base.selection.model_dump(exclude={"options"})
+        policy = str(configuration.selection.get("policy", self.base.selection.policy))
+        selection = resolve_selection(read_by(policy, base, configuration.selection))
         return self.base.model_copy(update={"selection": selection})
 
     def digest_of(self, configuration: Configuration, task: str) -> str:

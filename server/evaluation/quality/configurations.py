@@ -12,7 +12,7 @@ import msgspec
 from pydantic import ValidationError
 
 from tandemkv.cache_rank.policies.options import parse_option
-from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
+from tandemkv.cache_rank.policies.registry import find_policy, read_by, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
@@ -130,7 +130,8 @@ def plan(
 
     `policies` are names in the registry, or ``module:Class``; settings of the group ``selection``
     and options of the policy, for this one alone, follow after a plus sign each:
-    ``look_ahead+fetch_cap=64+distance=2``. `base` are settings of that group that the user gave.
+    ``look_ahead+fetch_cap=64+distance=2``. `base` are settings of that group that the user gave;
+    those that a policy never reads are for the others.
     Raises `SettingsError` if a policy is unknown, cannot run here, or a budget is too small for it.
     """
     found = [_attends_to_all("sglang", DENSE, num_layers)] if with_dense else []
@@ -146,7 +147,8 @@ def plan(
                 f"policy={policy} declares devices {', '.join(devices)}, not {device}; leave it "
                 "out or choose another --device"
             )
-        added = _of_policy(policy, budgets, num_layers, {**base, **_with_options(policy, own)})
+        values = read_by(policy, base, _with_options(policy, own))
+        added = _of_policy(policy, budgets, num_layers, values)
         variant = ", ".join(f"{key}={value}" for key, value in own.items())
         found += [msgspec.structs.replace(item, variant=variant) for item in added]
     slugs = [item.slug for item in found]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
+from tandemkv.cache_rank.policies.registry import find_policy, read_by, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.index_channels import num_index_channels
 from tandemkv.server.evaluation.grid import describe_setting, read_grid, setting_name
@@ -45,7 +45,8 @@ def with_open_selection(base: ServeSettings, values: Mapping[str, Any]) -> Serve
     own = base.selection.model_dump(exclude_unset=True, exclude={"declared"})
     if "policy" in values and values["policy"] != base.selection.policy:
         own.pop("options", None)
-    return base.model_copy(update={"selection": resolve_selection({**own, **values})})
+    policy = values.get("policy", base.selection.policy)
+    return base.model_copy(update={"selection": resolve_selection(read_by(policy, own, values))})
 
 
 def open_configuration(

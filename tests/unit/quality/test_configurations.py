@@ -9,7 +9,7 @@ import pytest
 
 from tandemkv.cache_rank.policies import look_ahead
 from tandemkv.cache_rank.policies.base import PolicyCapabilities
-from tandemkv.cache_rank.policies.registry import resolve_selection
+from tandemkv.cache_rank.policies.registry import check_read, find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.quality.configurations import Configuration, parse_budgets, plan
 
@@ -134,6 +134,20 @@ def test_settings_of_one_policy_follow_it() -> None:
     assert (own.policy, own.selection["budget_tokens"]) == ("look_ahead", 316)
     assert own.selection["fetch_cap"] == 111
     assert plain.attended_tokens == own.attended_tokens == 512
+
+
+def test_settings_of_all_are_for_those_that_read_them() -> None:
+    """A server that is told what its policy never reads does not start."""
+    base = {"fetch_cap": 111, "index_dtype": "int8", "refresh_every": 2, "anchors": (0, 9)}
+    policies = ["look_ahead", "quest", "kascade", "streaming", "exact", "streaming+fetch_cap=9"]
+    found = make(policies, ["12.5%"], base=base, with_dense=False)
+    given = [item.selection.keys() & base.keys() for item in found]
+    assert given == [
+        {"fetch_cap", "index_dtype", "refresh_every"}, {"fetch_cap", "refresh_every"},
+        base.keys(), set(), set(), {"fetch_cap"},
+    ]  # fmt: skip
+    for item in found[:-1]:
+        check_read(find_policy(item.policy), resolve_selection(item.selection))
 
 
 @pytest.mark.parametrize("text", ["look_ahead+fetch_cap", "look_ahead+budget_tokens=3"])

@@ -14,6 +14,7 @@ from tiny_model import write_model
 
 from tandemkv.cache_rank.calibration import resolve as resolve_module
 from tandemkv.cache_rank.calibration.resolve import Resolved
+from tandemkv.cache_rank.policies import registry
 from tandemkv.cache_rank.policies.base import HeadClusters, LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.models.model_spec import read_config, read_model_spec
@@ -141,17 +142,58 @@ def test_refuses_what_has_no_calibration(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (
+            {"calibration": "k.json"},
+            r"calibration=k\.json: policy=look_ahead reads no .* drop --cal",
+        ),
+        (
+            {"anchors": (0, 2)},
+            "anchors=0,2: policy=look_ahead has no anchor layers without --share",
+        ),
+        ({"policy": "exact", "fetch_cap": 8}, "fetch_cap=8: policy=exact fetches nothing"),
+        ({"policy": "streaming", "fetch_cap": 8}, "policy=streaming fetches nothing"),
+        (
+            {"policy": "exact", "refresh_every": 2},
+            "policy=exact selects nothing; drop --refresh-ev",
+        ),
+        *(
+            ({"policy": policy, "index_dtype": "int8"}, f"policy={policy} scans no index of keys")
+            for policy in ("exact", "streaming", "quest", "lfps")
+        ),
         ({"policy": "sfi", "options": {"window": 128}}, r"sfi\.window=128: .* raise --seed-window"),
         ({"policy": "sfi", "pooling": "max_logit"}, "policy=sfi needs distributions"),
         ({"policy": "lfps", "options": {"rows": 65}}, r"lfps\.rows=65: .* raise --seed-window"),
     ],
     ids=str,
 )
-def test_refuses_what_a_policy_cannot_do(
+def test_refuses_what_a_policy_never_reads_or_cannot_do(
     model_dir: Path, given: dict[str, object], said: str
 ) -> None:
     with pytest.raises(SettingsError, match=said):
         resolve(model_dir, selection=given)
+
+
+def test_what_a_policy_reads_or_says_anyway_is_taken(model_dir: Path) -> None:
+    layers = {"share_layers": True, "anchors": (2,)}
+    for given in (
+        {"fetch_cap": 8, "index_dtype": "int8", "refresh_every": 2},
+        layers | {"exact_layers": ()},
+        {"policy": "exact", "refresh_every": 1, "index_dtype": "native"},
+        {"policy": "sfi", "seed_window": 128, "options": {"window": 128}},
+    ):
+        resolve(model_dir, selection=given)
+    quest = registry.find_policy("quest")
+    paged = registry.resolve_selection({"policy": "quest", "index_dtype": "int4"})
+    registry.check_read(quest, paged)  # so many tokens has a page on GPUs
+
+
+def test_sync_kv_shares_over_heads(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters = HeadClusters(((0, 0),) * 4, ((0,),) * 4)
+    measured = Resolved(clusters=clusters, origin="sync_kv.json")
+    monkeypatch.setattr(resolve_module, "resolve_calibration", lambda *_: measured)
+    for given in ({"anchors": (0, 2)}, {"share_layers": True}):
+        with pytest.raises(SettingsError, match="policy=sync_kv shares selections over heads"):
+            resolve(model_dir, selection={"policy": "sync_kv", **given})
 
 
 def test_clusters_of_heads_do_not_cross_ranks(
