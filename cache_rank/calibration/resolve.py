@@ -145,11 +145,15 @@ def _check_full_anchors(share: LayerShare, model: ModelSpec) -> None:
 
 
 def _check_exact_anchors(share: LayerShare, selection: SelectionSettings) -> None:
-    for layer, source in enumerate(share.sources):
-        if source in selection.exact_layer_ids and layer not in selection.exact_layer_ids:
-            exact = ",".join(str(n) for n in sorted({*selection.exact_layer_ids, layer}))
-            raise CalibrationError(
-                f"share_layers: layer {layer} follows anchor {source}, which is an exact layer and "
-                f"selects nothing with policy={selection.policy}; use --exact-layers {exact}, or "
-                "anchors that leave it out"
-            )
+    exact = set(selection.exact_layer_ids)
+    followers = [layer for layer, source in enumerate(share.sources) if source in exact]
+    wrong = [layer for layer in followers if layer not in exact]
+    if wrong:
+        anchor = share.sources[wrong[0]]
+        needed = ",".join(str(layer) for layer in sorted(exact.union(followers)))
+        is_open = selection.exact_layers is None
+        raise CalibrationError(
+            f"share_layers: layer {wrong[0]} follows anchor {anchor}, which is an exact layer"
+            f"{' by default' if is_open else ''} and selects nothing with "
+            f"policy={selection.policy}; use --exact-layers {needed}, or anchors that leave it out"
+        )

@@ -123,7 +123,7 @@ class SelectionSettings(FrozenModel):
     exact_layers: tuple[int, ...] | None = Field(
         default=None,
         description="Layers that attend to everything; default none for look_ahead and oracle with "
-        "128 samples or more, else 0,1, where attention is flat.",
+        "128 samples or more and no shared layers, else 0,1, where attention is flat.",
     )
     late_layers: int | None = Field(
         default=None,

@@ -236,3 +236,13 @@ def test_other_policies_share_on_demand_but_not_from_exact_layers() -> None:
         resolve(None, timing=HIDDEN, exact_layers=(0, 1), **changes)
     with pytest.raises(ValueError, match="ascending"):
         SelectionSettings(anchors=(2, 1))
+
+
+def test_all_layers_that_would_have_to_be_exact_are_named_at_once() -> None:
+    changes = {"policy": "look_ahead", "share_layers": True}
+    with pytest.raises(CalibrationError, match=r"exact layer and .* use --exact-layers 0,1,2, or"):
+        resolve(None, timing=HIDDEN, exact_layers=(0,), anchors=(0,), **changes)
+    with pytest.raises(CalibrationError, match=r"by default and .* use --exact-layers 0,1,2, or"):
+        resolve(None, SMOLLM2, timing=HIDDEN, **changes)
+    found = resolve(None, SMOLLM2, timing=HIDDEN, exact_layers=(0, 1, 2), **changes)
+    assert found.share is not None
