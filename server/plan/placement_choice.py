@@ -279,10 +279,17 @@ def _with_anchors_and_index(settings: ServeSettings, spec: ModelSpec, device: st
 def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> ServeSettings:
     """Fill in `late_layers`, where it is left open and another GPU selects.
 
-    A model of too few layers has none; without `num_layers` it is one that has enough.
+    One late layer is for what was measured there (docs/decisions/0020-late-layers-and-chains.md):
+    a CPU that is met by messages has none by default. A model of too few layers has none; without
+    `num_layers` it is one that has enough.
     """
     selection, placement = settings.selection, settings.rank_settings.placement
-    if not placement.has_far_pool or selection.late_between_gpus == selection.num_late:
+    is_far_cpu = placement.has_far_host and placement.model_device == "cpu"
+    if (
+        not placement.has_far_pool
+        or is_far_cpu
+        or selection.late_between_gpus == selection.num_late
+    ):
         return settings
     if num_layers is not None and selection.late_between_gpus > selection.most_late(num_layers):
         return settings

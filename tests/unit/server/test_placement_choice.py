@@ -444,6 +444,18 @@ def test_a_first_layer_is_late_between_two_gpus(
     assert alone.selection.num_late == 0
 
 
+def test_no_layer_is_late_between_cpus_unless_asked_for(tmp_path: Path) -> None:
+    """Only between GPUs was it measured what a late layer costs and saves."""
+    far: dict[str, Any] = {"cache_rank_address": "tcp://10.0.0.2:7400", "link_keys": "keys"}
+    for given in ({"transport": "message"}, far):
+        for more, late in (({}, None), ({"late_layers": 1}, 1)):
+            asked = {"budget_tokens": 2048, **more}
+            settings, said = resolve(tmp_path, "cpu", selection=asked, **given)
+            assert settings.rank_settings.placement.has_far_pool
+            assert settings.selection.late_layers == late
+            assert not [line for line in said if "--late-layers 0" in line]
+
+
 def test_a_model_of_few_layers_has_no_late_ones(tmp_path: Path, gpus: Any) -> None:
     """By default none, and where they are asked for it says what to do."""
     gpus(2)
