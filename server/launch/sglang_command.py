@@ -61,7 +61,8 @@ def sglang_argv(
     if device != "cpu" and not selection.declared.attends:  # which scans no pages
         page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
         given = value_of(settings.sglang_args, "--page-size") or ""
-        page_size = int(given) if given.isdecimal() else page_size  # else SGLang refuses it
+        is_number = given.isdecimal() and int(given) > 0  # else SGLang refuses it
+        page_size = int(given) if is_number else page_size
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
         "--model-path", str(model_dir),

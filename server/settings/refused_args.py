@@ -125,7 +125,10 @@ ONLY = {name: ("1", why) for name, why in _each(_ONE).items()} | {
 }
 """The one value that may be given."""
 ONLY_ON_CPU = {"--page-size": ("1", "SGLang pages larger than 1 need a GPU")}
-NEVER = {"--load-format": ("remote_instance", _FIXED_WEIGHTS)}
+NEVER = {
+    "--load-format": ("remote_instance", _FIXED_WEIGHTS),
+    "--page-size": ("0", "a page has one token at least"),
+}
 """A value that may not be given."""
 
 VARIABLES = {

@@ -409,6 +409,14 @@ def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
     assert argv[argv.index("--page-size") + 1] == ("128" if is_long else "64")
 
 
+def test_a_page_size_that_sglang_refuses_is_left_to_it(tmp_path: Path, gpus: Any) -> None:
+    gpus(1)
+    more: dict[str, Any] = {"chunked_prefill_size": 4096, "sglang_args": ("--page-size", "00")}
+    settings, _ = resolve(tmp_path, **more)
+    argv = sglang_argv(settings, model_dir=tmp_path, device="cuda", dtype="bfloat16", port=1)
+    assert argv[-2:] == ("--page-size", "00")
+
+
 def test_a_pair_has_late_layers_and_a_w_q_of_its_own(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
     selection = {"budget_tokens": 2048, "late_layers": 2, "predictor_dtype": "int8"}

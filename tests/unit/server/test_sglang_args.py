@@ -144,6 +144,8 @@ def test_passes_other_sglang_arguments() -> None:
         device="cpu",
     )
     check_sglang_args(["--page-size", "16"], device="cuda")
+    with pytest.raises(SettingsError, match=r"--page-size .* one token at least; any value but 0"):
+        check_sglang_args(["--page-size", "0"], device="cuda")
     check_sglang_args(
         ["--cuda-graph-backend-prefill=disabled", "--cuda-graph-bs-decode", "8", "16"],
         device="cuda",
