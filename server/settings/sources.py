@@ -208,7 +208,8 @@ def _normalise(key: str, value: Any, source: str) -> Any:
             return tuple(shlex.split(value))
         except ValueError as error:
             raise SettingsError(f"sglang_args (from {source}): {error}") from error
-    is_unset = value.lower() == "none" and setting_fields()[key].default is None
+    default = None if key == _DECIDED else setting_fields()[key].default
+    is_unset = value.lower() == "none" and default is None
     return None if is_unset else value
 
 

@@ -218,6 +218,14 @@ def test_errors_name_key_and_source(
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_may_leave_the_placement_open(tmp_path: Path) -> None:
+    for text in ("none", "null"):
+        config = write(tmp_path, f"placement: {text}\n")
+        assert load_settings(flags(), {}, config).placement is None
+    with pytest.raises(SettingsError, match=r"placement=here \(from .*serve.yaml\)"):
+        load_settings(flags(), {}, write(tmp_path, "placement: here\n"))
+
+
 def test_a_file_may_merge_mappings_and_switch(tmp_path: Path) -> None:
     text = (
         "cache: &base {capacity_tokens: 4096}\nselection: {<<: {seed_window: 9}, seed_window: 8}\n"
