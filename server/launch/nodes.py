@@ -79,7 +79,14 @@ def check_meeting_place(settings: ServeSettings) -> None:
             f"dist_init_addr={address}: {name} is {where.host} here, which no other host reaches "
             "(/etc/hosts says so, as a rule); give the IP address of this host"
         )
-    error = why_taken(where.host, where.port)
+    try:
+        error = why_taken(where.host, where.port)
+    except SettingsError as not_here:
+        raise SettingsError(
+            f"dist_init_addr={address}: {where.host} is no address of this machine, which is host "
+            "0; give one of its addresses that the other hosts reach, or --node-rank if this is "
+            "another host"
+        ) from not_here
     if error is not None:
         raise SettingsError(
             f"dist_init_addr={address} cannot be used on host 0 "

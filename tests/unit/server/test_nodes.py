@@ -133,6 +133,8 @@ def test_host_0_has_to_have_the_address_and_the_port() -> None:
         check_meeting_place(settings(dist_init_addr=where, node_rank=1))
         with pytest.raises(SettingsError, match=r"dist_init_addr=.*in use.*a port that is free"):
             check_meeting_place(settings(dist_init_addr=where))
+    with pytest.raises(SettingsError, match=r"203\.0\.113\.1 is no address .*or --node-rank if"):
+        check_meeting_place(settings(dist_init_addr="203.0.113.1:7500"))
     with pytest.raises(SettingsError, match=r"name leads to no address"):
         check_meeting_place(settings(dist_init_addr="nobody.invalid:7500", node_rank=1))
 
