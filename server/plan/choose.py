@@ -158,7 +158,8 @@ def break_even_batch_tokens(
     """
     found = []
     for size in (1 << n for n in range(load.concurrency.bit_length())):
-        trial = replace(load, concurrency=size, context_tokens=load.total_tokens // size)
+        each = max(1, load.total_tokens // size)
+        trial = replace(load, concurrency=size, context_tokens=each)
         if trial.context_tokens > trial.attended_tokens:  # else all do, whatever the limit is
             found.append(size * break_even_tokens(shape, trial, tp_size, cost))
     return min(found, default=load.total_tokens)

@@ -408,6 +408,11 @@ def test_break_even_of_a_short_context_is_all_of_it() -> None:
     assert break_even_tokens(QWEN, load, 1) <= max(2048, load.attended_tokens)
 
 
+def test_fewer_tokens_than_requests_are_a_load_as_well() -> None:
+    load = replace(LOAD, concurrency=8, context_tokens=4, capacity_tokens=4)
+    assert break_even_batch_tokens(QWEN, load, 1) == load.total_tokens == 4
+
+
 @pytest.mark.parametrize("concurrency", [1, 8, 48])
 def test_a_batch_is_dense_up_to_what_pays_for_none_of_its_size(concurrency: int) -> None:
     load = replace(LOAD, concurrency=concurrency)
