@@ -100,11 +100,29 @@ def _load_tokenizer(path: Path) -> None:
         ) from error
 
 
-def _read_headers(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return shapes, and names of files, of the tensors of all files that SGLang would load."""
+def weight_bytes(model_dir: Path) -> int:
+    """Return the bytes of the safetensors files that SGLang would load; 0 where there are none.
+
+    Files that are missing count nothing. Raises `ModelFilesError` if the index cannot be read.
+    """
+    if not any(model_dir.glob("*.safetensors")):
+        return 0  # weights of another format are not counted
+    _, files = _files_to_load(model_dir)
+    return sum((model_dir / name).stat().st_size for name in files if (model_dir / name).is_file())
+
+
+def _files_to_load(model_dir: Path) -> tuple[dict[str, str] | None, list[str]]:
+    """Return the index's file of each tensor, if there is an index, and all files' names."""
     index = model_dir / INDEX
     weight_map = _read_weight_map(index) if index.is_file() else None
-    files = sorted({*weight_map.values()}) if weight_map else _files_without_index(model_dir)
+    if weight_map is None:
+        return None, _files_without_index(model_dir)
+    return weight_map, sorted({*weight_map.values()})
+
+
+def _read_headers(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return shapes, and names of files, of the tensors of all files that SGLang would load."""
+    weight_map, files = _files_to_load(model_dir)
     missing = [name for name in files if not (model_dir / name).is_file()]
     if missing:
         source = INDEX if weight_map is not None else "the names of the other shards"

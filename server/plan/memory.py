@@ -8,6 +8,7 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.models.architectures import find_architecture
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_config
 from tandemkv.cache_rank.protocol.models.weight_formats import read_weight_format
+from tandemkv.server.checks.model_files import weight_bytes
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 from .footprint import GIB, Footprint, num_states
@@ -55,7 +56,7 @@ def estimate_memory(
     num_full = spec.num_layers - len(spec.other_layers)
     num_sets = num_full if is_local else spec.num_layers
     selection = settings.selection
-    files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    files = weight_bytes(model_dir)
     config = read_config(model_dir)
     saved = str(config.get("dtype") or config.get("torch_dtype"))
     entry = find_architecture(spec.architecture)

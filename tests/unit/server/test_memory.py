@@ -87,3 +87,12 @@ def test_each_cache_rank_is_a_process(tmp_path: Path) -> None:
     found = [estimate(tmp_path, SPEC, count, 2).runtime for count in (1, 2, 4)]
     assert [size - found[1] for size in found] == [-CACHE_RANK_BYTES, 0, 2 * CACHE_RANK_BYTES]
     assert estimate(tmp_path, SPEC, 0, 2).runtime == found[1]
+
+
+def test_weights_that_sglang_does_not_load_are_not_counted(tmp_path: Path) -> None:
+    """Mistral's checkpoints have all of them twice."""
+    for name in ("model", "consolidated"):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(1000))
+    twice = estimate(tmp_path, SPEC, 0).weights
+    (tmp_path / "consolidated.safetensors").unlink()
+    assert twice == estimate(tmp_path, SPEC, 0).weights > 0

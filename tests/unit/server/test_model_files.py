@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
 from tandemkv.cache_rank.protocol.models.model_spec import read_config, read_model_spec
-from tandemkv.server.checks.model_files import ModelFilesError, check_model_files
+from tandemkv.server.checks.model_files import ModelFilesError, check_model_files, weight_bytes
 from tandemkv.server.cli.commands import app
 from tandemkv.server.settings.sglang_args import value_of
 
@@ -199,9 +199,11 @@ def test_accepts_unusual_layouts(tmp_path: Path) -> None:
     both = write_model(tmp_path / "both")
     (both / "consolidated.safetensors").write_bytes(b"Mistral's own layout, which SGLang skips")
     check(both)
+    assert weight_bytes(both) == (both / "model.safetensors").stat().st_size
     beside = write_model(tmp_path / "beside", shards=3)
     (beside / "consolidated.safetensors").write_bytes(b"not in the index")
     check(beside)
+    assert weight_bytes(beside) == sum(x.stat().st_size for x in beside.glob("model-*"))
 
 
 @pytest.mark.parametrize("mark", ["quantization_config", "compression_config", "file"])
