@@ -34,7 +34,8 @@ class PrefixStaging:
     written to the pool as ever, and attended to from the tensors that the layer has just made.
 
     A pass reads the pool itself, and is counted, if its prefixes do not fit even as one layer's
-    alone, or if SGLang attends to new tokens in the pool too (`--enable-deterministic-inference`).
+    alone, or if SGLang attends to new tokens in the pool too: in its deterministic mode, with which
+    it does not start here, as its list of attention backends for that has not ours.
 
     `full`, SGLang's backend, gets this in the place of its `pool`. Each of the two buffers holds
     `num_tokens`, the longest prefix of a request. `device` is the model's; a CPU copies in place.

@@ -15,6 +15,9 @@ _DRAFT_MODEL = (
 )
 _PAST_INDEX = "tokens are selected from a key index, and K/V that it brings back are not in there"
 _PAST_EDGE = "its requests would not pass the checks of the HTTP server"
+_OTHER_BACKENDS = (
+    "SGLang has it with some of its own attention backends alone, and ends with others"
+)
 _PREFILL_GRAPHS = "sets of prompts are filled outside of graphs"
 _NOT_WHOLE = "what a layer gets would be a part of the batch, and queries are predicted for all"
 _OFFLOADED = "a layer of which weights are elsewhere cannot be hooked"
@@ -44,6 +47,7 @@ _REFUSED = {
     "the cache rank reads config.json of the model": "--decrypted-config-file",
     "tandemkv is the attention backend": "--attention-backend --decode-attention-backend "
     "--prefill-attention-backend",
+    _OTHER_BACKENDS: "--enable-deterministic-inference --rl-on-policy-target --enable-mis",
     "tandemkv captures decode steps alone; use the flags for each setting": "--cuda-graph-config",
     "full graphs, or --disable-decode-cuda-graph for none": "--cuda-graph-backend-decode",
     _PREFILL_GRAPHS: "--enforce-piecewise-cuda-graph --enable-breakable-cuda-graph",
