@@ -79,6 +79,13 @@ _METAVARS = {"str": "TEXT", "int": "INTEGER", "float": "NUMBER", "path": "PATH",
 class ReportingGroup(_Reporting, TyperGroup):
     """A command of commands that reports errors in one line."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options before the command, whose help shows types likewise."""
+        params: list[Any] = super().get_params(ctx)
+        for item in params:
+            _show_type(item, ctx)
+        return params
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, whose help shows types as that of the settings does."""
         command = super().get_command(ctx, cmd_name)
@@ -95,7 +102,7 @@ def _show_type(item: Any, ctx: Any) -> None:
         return
     name = str(show(ctx)).strip("<>").removeprefix("list[").partition("]")[0]
     name = name.removesuffix(" range")
-    text = name if "|" in name else _METAVARS.get(name)
+    text = name if "|" in name else _METAVARS.get(name.lower())
     if text is None:
         return
     if item.param_type_name == "argument":

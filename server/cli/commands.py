@@ -57,6 +57,12 @@ _ANSWER_S = 2.0
 RankModel = Annotated[str | None, option(f"Model directory, or {EMBEDDED_MODEL}.", "--model")]
 
 
+_CALIBRATED_ALONE = (
+    "With --cache-ranks 0: take up what `tandemkv calibrate MODEL` has left on this machine for "
+    "this model (default). Beside a cache rank, which does not, it is off."
+)
+
+
 class Role(StrEnum):
     """A process that nothing but its run directory leads to."""
 
@@ -187,12 +193,16 @@ def link_keys(
 ) -> None:
     """Make CURVE keys for an inference rank and a cache rank on two hosts.
 
-    Each host needs its own .key_secret file, and both .key files.
+    Each host needs its own .key_secret file, and both .key files. Keys that are there are kept.
     """
-    from tandemkv.cache_rank.protocol.message.keys import make_keys
+    from tandemkv.cache_rank.protocol.message.keys import make_keys, secret_keys
 
-    for path in make_keys(folder):
+    made = make_keys(folder)
+    for path in made:
         typer.echo(str(path))
+    for path in secret_keys(folder):
+        if path not in made:
+            typer.echo(f"kept: {path}, and its public key", err=True)
 
 
 @app.command()
@@ -212,7 +222,7 @@ def memory(run_dir: Annotated[Path, option("Directory shared with both ranks.")]
 
 
 @app.command("inference-rank", cls=ServeCommand, epilog=EPILOG)
-@with_flags(INFERENCE_FLAGS)
+@with_flags(INFERENCE_FLAGS, {"calibrated": _CALIBRATED_ALONE})
 def inference_rank(
     ctx: typer.Context,
     flags: dict[str, Sourced],

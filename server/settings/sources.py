@@ -220,7 +220,10 @@ def _explain(error: ValidationError, merged: Mapping[str, Sourced]) -> str:
         key = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
         message = item["msg"].removeprefix("Value error, ")
         if key == "model" and item["type"] == "missing":
-            line = "no model given: `tandemkv serve MODEL`, a model directory or smollm2"
+            line = (
+                "no model given: `tandemkv serve MODEL`, with other commands --model MODEL; a "
+                "model directory or smollm2"
+            )
         elif key in merged:
             line = f"{key}={merged[key].value} (from {merged[key].source}): {message}"
         else:  # a check over several settings

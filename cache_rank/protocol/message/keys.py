@@ -50,6 +50,12 @@ def make_keys(folder: Path) -> tuple[Path, ...]:
     return tuple(made)
 
 
+def secret_keys(folder: Path) -> tuple[Path, ...]:
+    """Return the files of secret keys that are in `folder`, of both ends."""
+    paths = (folder / f"{end}{_SECRET}" for end in (CACHE_RANK, INFERENCE_RANK))
+    return tuple(path for path in paths if path.exists())
+
+
 def own_keys(folder: Path, end: str) -> KeyPair:
     """Return the keys of `end`, which runs on this host.
 

@@ -27,17 +27,17 @@ class ServeLoad:
     tokenizer: Annotated[str, option("Directory with the served model's tokenizer, or smollm2.")]
     url: Annotated[str, option("Server on this machine.")] = "http://127.0.0.1:30000"
     name: Annotated[str, option("Part of the rows' names.")] = "serve"
-    input_tokens: Annotated[int, option(min=1)] = 4096
-    output_tokens: Annotated[int, option(min=2)] = 128
-    concurrency: Annotated[int, option(min=1)] = 8
-    requests: Annotated[int, option(min=1, max=100000)] = 32
+    input_tokens: Annotated[int, option("Tokens of each prompt.", min=1)] = 4096
+    output_tokens: Annotated[int, option("Tokens of each answer.", min=2)] = 128
+    concurrency: Annotated[int, option("Requests at the same time.", min=1)] = 8
+    requests: Annotated[int, option("Requests that are measured.", min=1, max=100000)] = 32
     seed: Annotated[
         int | None,
         option(
             "Of the prompts; default: another each time, for the cache has the last ones.", min=0
         ),
     ] = None
-    timeout_s: Annotated[float, option(min=1)] = 1800.0
+    timeout_s: Annotated[float, option("Longest run, in seconds.", min=1)] = 1800.0
     out: OutOption = None
 
     def __post_init__(self) -> None:

@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from tandemkv.server.cli import doctor
@@ -118,14 +120,25 @@ def test_help_has_what_a_user_needs_and_help_all_the_rest(
     "command",
     [
         "serve", "plan", "doctor", "status", "quality", "soak", "inspect", "calibrate", "policies",
-        "cache-rank", "inference-rank", "memory", "link-keys", "bench decode", "bench serve",
+        "cache-rank", "inference-rank", "memory", "link-keys", "bench decode", "bench serve", "",
+        "bench", "alive", "model-path",
     ],
 )  # fmt: skip
 def test_types_are_shown_in_one_style(runner: CliRunner, command: str) -> None:
     output = runner.invoke(app, [*command.split(), "--help"]).output
     rows = [line for line in output.splitlines() if re.match(r"│[ *]+(--)?[a-z]", line)]
     assert any("--help" in line for line in rows)
-    assert [line for line in rows if re.search(r" <[a-z\[\]| -]+> ", line)] == []
+    assert [line for line in rows if re.search(r" <[a-zA-Z\[\]| -]+> ", line)] == []
+
+
+def test_every_option_has_a_text() -> None:
+    def without(command: Any) -> list[str]:
+        own = [f"{command.name} {x.name}" for x in command.params if not getattr(x, "help", None)]
+        return own + [
+            x for each in getattr(command, "commands", {}).values() for x in without(each)
+        ]
+
+    assert without(get_command(app)) == []
 
 
 def test_a_sentence_of_a_help_is_not_broken(
@@ -210,6 +223,7 @@ def test_prints_the_model_that_is_named_anywhere(runner: CliRunner, tmp_path: Pa
         (["serve", "m", "--", "--attention-backend", "triton"], 2, "--attention-backend"),
         (["serve", "m", "--port", "0", "--policy", "magic"], 2, "look_ahead"),
         (["cache-rank"], 2, "--run-dir"),
+        (["cache-rank", "--run-dir", "r"], 2, "with other commands --model MODEL"),
         (["model-path", "gpt5"], 2, "there is smollm2"),
         (["status", "--url", "http://127.0.0.1:9"], 1, "is `tandemkv serve` running"),
         (["status", "--url", "localhost"], 1, "must begin with http"),
@@ -223,6 +237,28 @@ def test_exit_codes_and_messages(
     assert result.exit_code == code
     assert expected in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_link_keys_says_what_it_keeps(runner: CliRunner, tmp_path: Path) -> None:
+    words = ["link-keys", str(tmp_path / "keys")]
+    made = runner.invoke(app, words)
+    assert (len(made.stdout.splitlines()), made.stderr) == (4, "")
+    again = runner.invoke(app, words)
+    assert (again.exit_code, again.stdout) == (0, "")
+    assert [line[:6] for line in again.stderr.splitlines()] == ["kept: "] * 2
+    (tmp_path / "keys" / "cache_rank.key_secret").unlink()
+    half = runner.invoke(app, words)
+    assert len(half.stdout.splitlines()) == 2
+    assert "inference_rank.key_secret" in half.stderr
+
+
+def test_a_rank_of_its_own_does_not_take_up_files_by_default(runner: CliRunner) -> None:
+    text = " ".join(
+        runner.invoke(app, ["inference-rank", "--help"]).output.replace("│", " ").split()
+    )
+    told = text.partition("--no-calibrated")[2].partition(" --")[0]
+    assert "it is off" in text
+    assert "[default: true]" not in told
 
 
 def test_debug_shows_the_traceback(runner: CliRunner) -> None:
