@@ -8,11 +8,20 @@ of the old one can still be queued in it.
 
 from __future__ import annotations
 
+import contextlib
+import time
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
 from .errors import CacheRankLostError
 from .fault_points import reach
-from .ipc import IpcDealer, IpcRouter
+from .ipc import IpcDealer, IpcRouter, readable
 from .messages import Message
 from .run_dir import RunDir
+
+_SLICE_S = 0.05
+"""Between two looks whether the process that was asked is still there."""
 
 
 class ControlServer(IpcRouter):
@@ -38,8 +47,13 @@ class ControlClient(IpcDealer):
     """The inference rank's end; for one thread and one epoch."""
 
     def __init__(self, run_dir: RunDir) -> None:
+        self._is_connected = self._was_cut_off = False
         super().__init__(run_dir.control_socket)
         self._run_dir = run_dir
+
+    def _before_connecting(self) -> None:
+        events = int(zmq.Event.HANDSHAKE_SUCCEEDED) | int(zmq.Event.DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(events)
 
     def send(self, message: Message) -> None:
         """Queue `message`; waits 50 ms at most.
@@ -57,13 +71,44 @@ class ControlClient(IpcDealer):
     def answer_to(self, message: Message, timeout_s: float) -> Message:
         """Return the next message, which follows `message`.
 
-        Raises `CacheRankLostError` if none comes within `timeout_s`, `ProtocolError` if it is
-        malformed.
+        Raises `CacheRankLostError` if none comes within `timeout_s`, or the process that was asked
+        ends before; `ProtocolError` if it is malformed.
         """
-        reply = self.receive(max(0.0, timeout_s))
-        if reply is None:
+        now = time.monotonic()
+        deadline = now + timeout_s
+        while not readable(self._socket, min(deadline, now + _SLICE_S)):
+            now = time.monotonic()
+            if self._has_lost_who_was_asked() or now >= deadline:
+                break
+        reply = self.receive(0.0)  # what it said before it ended has arrived by then
+        if reply is not None:
+            return reply
+        name = type(message).__name__
+        if self._was_cut_off:
             raise CacheRankLostError(
-                f"the cache rank did not answer {type(message).__name__} within {timeout_s:g} s; "
-                f"is it running? `tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
+                f"the cache rank that was asked has ended: no answer to {name}"
             )
-        return reply
+        raise CacheRankLostError(
+            f"the cache rank did not answer {name} within {timeout_s:g} s; "
+            f"is it running? `tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
+        )
+
+    def close(self) -> None:
+        """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
+        if self._context.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        super().close()
+
+    def _has_lost_who_was_asked(self) -> bool:
+        """Whether a process that had let us in has ended: what it had got is lost.
+
+        The socket connects to the next one by itself, which gets only what was not sent before.
+        """
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                self._was_cut_off |= self._is_connected and event == zmq.Event.DISCONNECTED
+                self._is_connected |= event == zmq.Event.HANDSHAKE_SUCCEEDED
+        return self._was_cut_off

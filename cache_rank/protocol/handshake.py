@@ -65,8 +65,8 @@ def open_epoch(client: ControlClient, hello: Hello, timeout_s: float) -> Welcome
     """Send `hello` and return the cache rank's `Welcome`.
 
     Raises `HandshakeRefusedError` if the cache rank refuses; `field` names what differs;
-    `CacheRankLostError` if there is no answer within `timeout_s`; `ProtocolError` if the answer is
-    neither.
+    `CacheRankLostError` if there is no answer within `timeout_s`, or the process that was asked
+    ends before; `ProtocolError` if the answer is neither.
     """
     deadline = time.monotonic() + timeout_s
     reply = client.request(hello, timeout_s)

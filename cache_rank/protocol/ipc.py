@@ -148,7 +148,11 @@ class IpcDealer(Dealer[Message]):
         super().__init__(CODEC, path)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
+        self._before_connecting()
         self._socket.connect(f"ipc://{path}")
+
+    def _before_connecting(self) -> None:
+        """For who watches the socket from its first event on."""
 
 
 def server_pid(path: Path) -> int | None:

@@ -126,7 +126,7 @@ def run_case(
         _, streams = decode_through(server, None, rules, prompts)
     if case.point not in NEEDS_EPOCH and not _happens(log, begun):
         raise AssertionError(f"{case.name} did not happen")
-    _replace(rules, "")
+    replace_rules(rules, "")
     wait_for(lambda: server.get("/tandemkv/ready")[0] == 200, "not ready again", READY_WITHIN_S)
     ready_s = time.time() - begun
     wait_for(lambda: values(server)["request_rows"] == 0, "rows are left", 60.0)
@@ -159,7 +159,7 @@ def decode_through(
         wait_for(lambda: all(s.tokens for s in streams), "requests do not decode", 300.0, 0.005)
         begun = time.time()
         if case is not None:
-            _replace(rules, case.rule)
+            replace_rules(rules, case.rule)
             if case.point in NEEDS_EPOCH:
                 psutil.Process(serving_pid(server)).kill()
             if case.point == "http.request":
@@ -192,7 +192,7 @@ def put_through(
             rows[case.name] = run_case(server, case, rules, prompts, want)
         except (AssertionError, OSError, KeyError, HTTPException, psutil.Error) as error:
             rows[case.name] = {"failed": f"{type(error).__name__}: {error}"}
-            _replace(rules, "")
+            replace_rules(rules, "")
         rows[case.name]["seconds"] = round(time.time() - begun, 1)
     return rows
 
@@ -303,7 +303,8 @@ def _is_prefix(stream: Stream, want: Sequence[int]) -> bool:
     return stream.tokens == list(want[: len(stream.tokens)])
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_rules(path: Path, text: str) -> None:
+    """Have the processes of a server follow the rules in `text` from now on."""
     new = path.with_suffix(".new")
     new.write_text(text, encoding="utf-8")
     new.rename(path)

@@ -135,6 +135,29 @@ def test_faults_of_the_cache_rank_lose_nothing(
     assert result["pass"], result
 
 
+def test_cache_ranks_that_end_while_they_are_asked_cost_no_patience(
+    server: Server, rules: Path, prompts: list[list[int]], want: list[list[int]]
+) -> None:
+    """What is said to one that ends does not come to the next, which has to be asked anew.
+
+    Three that are waited for, for ten seconds each, are more than `--recovery-timeout-s`.
+    """
+    flush(server)
+    wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
+    before = values(server)
+    with ThreadPoolExecutor(REQUESTS + 1) as pool:
+        streams, futures = begin(pool, server, prompts, NEW_TOKENS)
+        wait_until_all_decode(streams)
+        text = "seed=1;cache_rank.step=kill@1x1;cache_rank.hello=kill@1x3"
+        fault_matrix.replace_rules(rules, text)
+        for future in futures:
+            future.result()
+        fault_matrix.replace_rules(rules, "")
+    assert [stream.error for stream in streams] == [""] * REQUESTS
+    assert [stream.tokens for stream in streams] == want
+    assert values(server)["cache_rank_lost_total"] - before["cache_rank_lost_total"] == 1
+
+
 @pytest.mark.slow  # in CI test_life does so with policy exact
 def test_a_scheduler_that_is_started_again_gets_the_same_memory(
     server: Server, prompts: list[list[int]], want: list[list[int]]

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,78 @@ def test_silent_cache_rank_is_a_loss_that_names_the_command(run_dir: RunDir) -> 
     with pytest.raises(CacheRankLostError, match="tandemkv cache-rank"):
         _open(run_dir, _hello(), timeout_s=0.2)
     assert time.monotonic() - start < 1.0
+
+
+_ASKED = """
+import os, sys, time
+from pathlib import Path
+from tandemkv.cache_rank.protocol.control import ControlServer
+from tandemkv.cache_rank.protocol.messages import HeartbeatReply, Refused
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+server = ControlServer(RunDir.open(Path(sys.argv[1])))
+print("up", flush=True)
+peer, _ = server.poll(30.0)
+if "still there" in sys.argv:
+    server.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0))
+if "refuses" in sys.argv:
+    server.send(peer, Refused(field="dtype", message="they differ"))
+time.sleep(0.1)
+os._exit(9)
+"""
+
+
+@pytest.fixture
+def asked(run_dir: RunDir, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    """A cache rank that ends with a Hello in hand."""
+    does = getattr(request, "param", "")
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", _ASKED, str(run_dir.path), does], stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"up\n"
+    yield child
+    child.kill()
+    child.wait()
+    child.stdout.close()
+
+
+@pytest.mark.parametrize("asked", ["", "still there"], indirect=True)
+def test_who_ends_with_a_hello_in_hand_is_not_waited_for(
+    run_dir: RunDir, asked: subprocess.Popen[bytes]
+) -> None:
+    """The next one is asked at once; what the first was told never comes to it."""
+    successor: list[ControlServer] = []
+
+    def take_over() -> None:
+        asked.wait()
+        successor.append(_serve_once(run_dir, lambda message: WELCOME))
+
+    thread = threading.Thread(target=take_over)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(CacheRankLostError, match="that was asked has ended"):
+        _open(run_dir, _hello(), timeout_s=30.0)
+    assert _open(run_dir, _hello()) == WELCOME
+    assert time.monotonic() - start < 2.0
+    thread.join()
+    successor[0].close()
+
+
+@pytest.mark.parametrize("asked", ["refuses"], indirect=True)
+def test_the_last_word_of_who_ends_counts(run_dir: RunDir, asked: subprocess.Popen[bytes]) -> None:
+    with pytest.raises(HandshakeRefusedError, match="they differ"):
+        _open(run_dir, _hello(), timeout_s=30.0)
+
+
+def test_a_hello_waits_for_a_cache_rank_that_starts(run_dir: RunDir) -> None:
+    servers: list[ControlServer] = []
+    timer = threading.Timer(
+        0.5, lambda: servers.append(_serve_once(run_dir, lambda message: WELCOME))
+    )
+    timer.start()
+    assert _open(run_dir, _hello()) == WELCOME
+    timer.join()
+    servers[0].close()
 
 
 def test_odd_answer_is_a_protocol_error(run_dir: RunDir) -> None:
