@@ -80,7 +80,7 @@ class Recovery:
         self._generation_of, self._num_cold, self._timeout_s = generation_of, num_cold, timeout_s
         self.state = State.SERVING
         self.is_down = False
-        self._since = self._paused_s = self._served_since = 0.0
+        self._began = self._paused_s = self._served_since = 0.0
         self._confirmed = self._num_taken = -1
         self._failed_resumes = self._failures = 0
         self._not_before = 0.0
@@ -91,7 +91,7 @@ class Recovery:
     @property
     def pause_s(self) -> float:
         """Seconds since requests stopped; 0 while they are served."""
-        return 0.0 if self.state is State.SERVING else time.monotonic() - self._since
+        return 0.0 if self.state is State.SERVING else time.monotonic() - self._began
 
     def turn(self, scheduler: Any) -> None:
         """Do what is due; SGLang's loop makes no pass after it while it is paused."""
@@ -109,7 +109,8 @@ class Recovery:
         elif self._agreement.all(self._connection.has_finished(self._connection.step)):
             self._end(scheduler)
             return
-        if not self.is_down and self._agreement.any(self.pause_s > self._timeout_s):
+        paused_s = self._paused_s + self.pause_s  # the pauses before of the same loss as well
+        if not self.is_down and self._agreement.any(paused_s > self._timeout_s):
             self._give_up(scheduler)
         if self.is_down:
             self._refuse_waiting(scheduler)
@@ -139,7 +140,7 @@ class Recovery:
     def _begin(self, scheduler: Any) -> None:
         if self._agreement.any(self._has_moved()):  # else the same loss goes on
             self._paused_s = 0.0
-        self._since = time.monotonic() - self._paused_s
+        self._began = time.monotonic()
         self._note_progress()
         self._counters.pauses_total += 1
         self._end_epoch()
@@ -255,7 +256,8 @@ class Recovery:
         self._refill([(row.row, row.length) for row in self._rows(scheduler)])
         connection.confirm(connection.step)
         self._note_progress()
-        self._paused_s, self._served_since, self._failed_resumes = pause_s, time.monotonic(), 0
+        self._paused_s += pause_s
+        self._served_since, self._failed_resumes = time.monotonic(), 0
         restored, reseeded = connection.resumed_rows
         self._counters.restored_rows_total += restored
         self._counters.reseeded_rows_total += reseeded

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -184,6 +185,32 @@ def test_a_loss_without_progress_in_between_is_the_same_pause(world: World) -> N
         turn_until(recovery, world, lambda: recovery.state is State.SERVING or recovery.is_down)
         assert time.monotonic() - began < 20
     assert world.counters.requests_failed_total == 3
+
+
+def test_each_pause_is_told_with_its_own_length(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though those of one loss are added up for the time after which requests end."""
+    connection = Connection()
+    connection.is_finished = True
+    recovery = recovery_of(world, connection)
+    lengths: list[float] = []
+    for _ in range(3):
+        connection.is_there = False
+        connection.mark_lost("it crashed over the step")
+        began = time.monotonic()
+        recovery.turn(world)
+        assert recovery.pause_s < 0.2
+        time.sleep(0.2)
+        connection.is_there = True
+        turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+        lengths.append((time.monotonic() - began) * 1e3)
+    counters = world.counters
+    assert counters.pauses_total == 3
+    assert 3 * 200 <= counters.pause_ms_total <= sum(lengths)
+    assert 200 <= counters.longest_pause_ms <= max(lengths)
+    told = re.findall(r"is back after ([\d.]+) s", caplog.text)
+    assert [float(text) * 1e3 for text in told] == pytest.approx(lengths, abs=15)
 
 
 def test_pauses_of_an_idle_server_are_not_one() -> None:
