@@ -117,8 +117,9 @@ class HeartbeatServer(StatusServer):
     """The cache rank's end: answers heartbeats, and notices when they stop.
 
     `busy` returns for how many seconds the current message has kept the service busy. `on_silence`
-    is called once per epoch, in the server's thread, when as many heartbeats as `exchange` says
-    have not come since the last one of the epoch; before the first one nothing is missed.
+    is called with the epoch, once in each, in the server's thread, when as many heartbeats as
+    `exchange` says have not come since the last one of the epoch; before the first one nothing is
+    missed. The next epoch may have begun by then.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class HeartbeatServer(StatusServer):
         *,
         busy: Callable[[], float],
         status: Callable[[], StatusReply],
-        on_silence: Callable[[], None],
+        on_silence: Callable[[int], None],
     ) -> None:
         self._busy = busy
         self._on_silence = on_silence
@@ -164,8 +165,8 @@ class HeartbeatServer(StatusServer):
         with self._guard:
             if self._patience is None or not self._patience.is_over():
                 return
-            self._patience = None
-        self._on_silence()
+            epoch, self._patience = self._epoch, None
+        self._on_silence(epoch)
 
 
 class HeartbeatClient:

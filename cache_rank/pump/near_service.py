@@ -103,7 +103,7 @@ class NearPump:
                 self._exchange,
                 busy=lambda: 0.0,
                 status=self.status,
-                on_silence=lambda: self._end("the inference rank is silent"),
+                on_silence=self._end_silent,
             )
         except BaseException:
             self._control.close()
@@ -295,10 +295,10 @@ class NearPump:
             raise CacheRankLostError(f"{self._address}: its engine does not begin")
         return opened.memory
 
-    def _end(self, reason: str) -> None:
+    def _end_silent(self, epoch: int) -> None:
         session = self._session
-        if session is not None:
-            session.end(reason)
+        if session is not None and session.epoch == epoch:
+            session.end("the inference rank is silent")
 
     def _close_epoch(self, reason: str) -> None:
         session, self._session = self._session, None

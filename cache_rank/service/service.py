@@ -91,7 +91,7 @@ class SharedEngineService:
                 settings.exchange,
                 busy=self._clock.busy_s,
                 status=self.status,
-                on_silence=self._abort,
+                on_silence=self._abort_epoch,
             )
         except BaseException:
             self._control.close()
@@ -282,6 +282,11 @@ class SharedEngineService:
                 f"{self._max_rows}; give both ranks the same --max-running-requests",
             )
         return refused
+
+    def _abort_epoch(self, epoch: int) -> None:
+        session = self._session
+        if session is not None and session.number == epoch:
+            session.abort()
 
     def _abort(self) -> None:
         session = self._session

@@ -258,12 +258,18 @@ class SharedConnection:
         self._heartbeat.start(welcome.epoch)
         wake, self._waker = socket.socketpair()
         threading.Thread(
-            target=self._watch, args=(opened.connection, wake), name="lifeline", daemon=True
+            target=self._watch,
+            args=(welcome.epoch, opened.connection, wake),
+            name="lifeline",
+            daemon=True,
         ).start()
 
-    def mark_lost(self, reason: str) -> None:
-        """End the epoch: nothing is waited for any more. Safe from any thread, idempotent."""
-        if self._lose(reason):
+    def mark_lost(self, reason: str, *, epoch: int | None = None) -> None:
+        """End the epoch: nothing is waited for any more. Safe from any thread, idempotent.
+
+        With `epoch` only if that one is open: who found it lost may be so late that the next is.
+        """
+        if self._lose(reason, epoch):
             self._counters.cache_rank_lost_total += 1
 
     def is_lost(self) -> bool:
@@ -284,9 +290,9 @@ class SharedConnection:
             self._fence.grace_s = _GPU_GRACE_S if self.own.homes.are_on_gpu else _GRACE_S
         self._say_goodbye()
 
-    def _lose(self, reason: str) -> bool:
+    def _lose(self, reason: str, epoch: int | None = None) -> bool:
         with self._lock:
-            if self.lost_reason is not None:
+            if self.lost_reason is not None or epoch not in (None, self.epoch):
                 return False
             try:
                 if self.end_waits is not None:
@@ -435,15 +441,15 @@ class SharedConnection:
 
         return is_over
 
-    def _watch(self, connection: socket.socket, wake: socket.socket) -> None:
+    def _watch(self, epoch: int, connection: socket.socket, wake: socket.socket) -> None:
         with contextlib.closing(wake):
             try:
                 is_gone = wait_for_hang_up(connection, wake)
             except (OSError, ValueError) as error:
-                self.mark_lost(f"its connection cannot be watched: {error}")
+                self.mark_lost(f"its connection cannot be watched: {error}", epoch=epoch)
                 return
         if is_gone:
-            self.mark_lost("its process ended")
+            self.mark_lost("its process ended", epoch=epoch)
 
     def drop(self) -> None:
         """Release what is left of an epoch that ended; what survives it stays. Idempotent."""

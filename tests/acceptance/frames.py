@@ -222,7 +222,7 @@ def heartbeat(stack: contextlib.ExitStack) -> Decoder:
     status = StatusReply(role="cache_rank", epoch=1, ready=True, values={}, info={})
     server = HeartbeatServer(
         Path(folder) / "h.sock", RankSettings().exchange, busy=lambda: 0.0,
-        status=lambda: status, on_silence=lambda: None,
+        status=lambda: status, on_silence=lambda epoch: None,
     )  # fmt: skip
     stack.callback(server.close)
     server.expect(1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,24 @@ def test_waits_of_a_gpu_end_before_anybody_sees_the_loss(
     connection.mark_lost("no heartbeat")
     assert seen == [None]
     assert connection.lost_reason == "its process ended"
+    assert counters.cache_rank_lost_total == 1
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_lifeline_that_is_late_does_not_end_the_next_epoch(
+    connection: SharedConnection, counters: Counters, is_closed: bool
+) -> None:
+    """Its thread may run for the first time when the next epoch is open, and its socket closed."""
+    connection.epoch = 2
+    for epoch, want in ((1, False), (2, True)):
+        (watched, other), (wake, waker) = socket.socketpair(), socket.socketpair()
+        other.close()
+        if is_closed:
+            watched.close()
+        connection._watch(epoch, watched, wake)
+        assert connection.is_lost() is want
+        watched.close()
+        waker.close()
     assert counters.cache_rank_lost_total == 1
 
 

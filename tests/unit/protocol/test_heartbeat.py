@@ -45,7 +45,7 @@ class _Pair:
         self.path = path
         self.busy_s = 0.0
         self.delay_s = 0.0
-        self.silences = 0
+        self.silences = self.silent_epoch = 0
         self.losses: queue.Queue[str] = queue.Queue()
         self.server = self.serve()
         self.client = HeartbeatClient(path, EXCHANGE, self.losses.put)
@@ -63,8 +63,9 @@ class _Pair:
         time.sleep(self.delay_s)
         return STATUS
 
-    def _count(self) -> None:
+    def _count(self, epoch: int) -> None:
         self.silences += 1
+        self.silent_epoch = epoch
 
     def wait_for_silences(self, count: int) -> float:
         start = time.monotonic()
@@ -170,12 +171,13 @@ def test_silence_is_noticed_once_per_epoch(pair: _Pair) -> None:
     pair.client.stop()
     assert pair.wait_for_silences(1) < 2.5 * INTERVAL_S * MISSES
     time.sleep(2 * INTERVAL_S * MISSES)
-    assert pair.silences == 1
+    assert (pair.silences, pair.silent_epoch) == (1, 3)
     pair.server.expect(4)
     pair.client.start(4)
     time.sleep(2 * INTERVAL_S)
     pair.client.stop()
     pair.wait_for_silences(2)
+    assert pair.silent_epoch == 4
 
 
 def test_silence_is_noticed_while_others_ask_for_status(pair: _Pair) -> None:
@@ -233,7 +235,7 @@ def status():
     return StatusReply(role="cache", epoch=3, ready=True, values={}, info={})
 exchange = ExchangeSettings(heartbeat_interval_s=0.1, heartbeat_misses=3)
 server = HeartbeatServer(Path(sys.argv[1]), exchange, busy=lambda: 0.0, status=status,
-    on_silence=lambda: print("silence", flush=True))
+    on_silence=lambda epoch: print("silence", flush=True))
 server.expect(3)
 print("ready", flush=True)
 time.sleep(60)
