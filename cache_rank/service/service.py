@@ -8,6 +8,7 @@ counted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -235,6 +236,7 @@ class SharedEngineService:
         connection, tensors = self._listener.accept(
             self._homes, token=token, epoch=epoch, timeout_s=exchange.transfer_timeout_s
         )
+        session: SharedSession | None = None
         try:
             session = SharedSession(
                 epoch=epoch,
@@ -247,12 +249,15 @@ class SharedEngineService:
                 tensors=tensors,
                 clock=self._clock,
             )
+            send_tensors(connection, session.made)
         except BaseException as error:
-            send_tensors(connection, error=f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # it may be gone, and that the reason
+                send_tensors(connection, error=f"{type(error).__name__}: {error}")
+            if session is not None:
+                session.close()
             connection.close()
             tensors.close()
             raise
-        send_tensors(connection, session.made)
         return session
 
     def _make_policy(self, model: ModelSpec) -> Policy:

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny_model import write_model
 
-from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings, SelectionSettings
 from tandemkv.cache_rank.service.service import SharedEngineService
@@ -31,6 +35,32 @@ def service(tmp_path: Path) -> Iterator[SharedEngineService]:
     found._heartbeat.close()
     found._listener.close()
     found._control.close()
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "cannot be built"])
+def test_all_is_given_back_where_the_inference_rank_ends_meanwhile(
+    service: SharedEngineService, monkeypatch: pytest.MonkeyPatch, is_built: bool
+) -> None:
+    """An engine takes long to build; on a GPU what stays mapped keeps the memory of the dead."""
+    connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    other.close()
+    tensors, made, closed = MappedTensors(), MappedTensors(), []
+    tensors.allocate("flags", (4,), torch.int64)
+    made.allocate("stamps", (4,), torch.int64)
+
+    def build(**given: Any) -> Any:
+        if not is_built:
+            raise ProtocolError("the tensors are not those that were agreed on")
+        return SimpleNamespace(made=made, close=lambda: closed.append(True))
+
+    monkeypatch.setattr("tandemkv.cache_rank.service.service.SharedSession", build)
+    monkeypatch.setattr(service._listener, "accept", lambda *_, **__: (connection, tensors))
+    with pytest.raises(BrokenPipeError if is_built else ProtocolError):
+        service._accept(1, service._model, RegionSizes(num_slots=9, num_rows=2, page_size=1))
+    assert closed == [True] * is_built
+    assert connection.fileno() == -1
+    assert not tensors.specs
+    made.close()
 
 
 def test_silence_that_is_told_late_does_not_end_the_next_epoch(
