@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from . import versions as sglang_versions
 from .shutdown import kill_below, remove_temporary_files
 
 _LOG = logging.getLogger(__name__)
+_LOOK_S = 1.0
 _ARGS = ("max_running_requests", "chunked_prefill_size", "context_length", "dtype")
 """Arguments of SGLang by which all schedulers have to plan the same passes."""
 
@@ -59,15 +62,25 @@ def serve_schedulers(
     schedulers = multiprocessing.active_children()
     _end_on_signal(address)
     original(*args, **kwargs)
-    for scheduler in schedulers:
-        scheduler.join()
-        _LOG.info("scheduler %s ended with %s", scheduler.pid, scheduler.exitcode)
-        if scheduler.exitcode:
-            break  # the others would wait for it
+    _await_schedulers(schedulers)
     kill_below()
     remove_temporary_files()
     sys.stdout.flush()
     os._exit(1 if any(scheduler.exitcode for scheduler in schedulers) else 0)
+
+
+def _await_schedulers(schedulers: Sequence[BaseProcess]) -> None:
+    """Return once all have ended, or any of them with an error: the others would wait for it."""
+    running = list(schedulers)
+    while running and not any(scheduler.exitcode for scheduler in schedulers):
+        poll = select.poll()
+        for scheduler in running:
+            poll.register(scheduler.sentinel, select.POLLIN)
+        # What a scheduler has forked may hold its sentinel open for longer than it lives.
+        poll.poll(_LOOK_S * 1e3)
+        for scheduler in [each for each in running if not each.is_alive()]:
+            running.remove(scheduler)
+            _LOG.info("scheduler %s ended with %s", scheduler.pid, scheduler.exitcode)
 
 
 def _end_on_signal(address: LinkAddress) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Be the process of a host without HTTP: ``node_process.py ADDRESS CODE...``.
 
-Its schedulers end with the codes once standard input ends.
+Its schedulers end with the codes once standard input ends; one with a negative code ends at once,
+by that signal.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tandemkv.inference_rank.sglang import nodes
 
 
 def scheduler(code: int, goes_on: int) -> None:
+    if code < 0:
+        os.kill(os.getpid(), -code)
     os.read(goes_on, 1)
     os._exit(code)
 

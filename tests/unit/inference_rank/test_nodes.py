@@ -61,6 +61,16 @@ def test_a_host_ends_with_its_schedulers(codes: tuple[int, ...], ended: int) -> 
     assert served.exit_code() == ended
 
 
+@pytest.mark.parametrize("codes", [(-9, 0), (0, -9)])
+def test_a_host_ends_with_any_scheduler_that_is_killed(codes: tuple[int, ...]) -> None:
+    """The others wait for it, and so would whoever waits for them in their order."""
+    served = Served(free_address(), *codes)
+    try:
+        assert served.exit_code() == 1
+    finally:
+        served.let_end()
+
+
 def test_a_signal_to_a_host_asks_the_first_one_to_end() -> None:
     """Its own schedulers are needed until node 0 has drained."""
     address = free_address()
