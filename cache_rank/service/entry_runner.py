@@ -199,6 +199,7 @@ class EntryRunner:
                 continue
             self._signals.await_input(layer)
             engine.extend(layer, slots)
+            self._signals.note_progress()
             if seeds and self._program.is_sparse_layer(layer):
                 first, queries = 0, seed_buffer(self._tensors, layer)
                 for request, row in seeds:

@@ -25,9 +25,11 @@ from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.progress import BusyClock
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.service.entry_runner import EntryRunner
+from tandemkv.cache_rank.service.signals import HostSignals
 from tandemkv.cache_rank.service.stream_signals import StreamSignals as EngineSide
 from tandemkv.inference_rank.links.base import DecodeRows
 from tandemkv.inference_rank.links.signals import StreamSignals as LinkSide
@@ -380,3 +382,40 @@ def test_only_a_step_that_is_captured_runs_to_its_end_when_it_is_lost(
         StepEntry(kind=EntryKind.DECODE, step=played.step + 1, variant=SELECTING, rows=rows)
     )
     assert chosen == (played.world.rank.program.selecting if is_captured else [])
+
+
+def test_a_chunk_that_seeds_nothing_tells_after_each_layer_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine on a CPU may be layers behind: one that tells nothing for long counts as lost."""
+    memory = Memory()
+    world = world_on(memory, policy="oracle", index_dtype="int8")
+    tensors = _tensors(world)
+    flags = StepFlags(tensors["flags"])
+    for layer in range(LAYERS):
+        flags.raise_to(FlagIndex(LAYERS).input(layer), 1)
+    told: list[int] = []
+    extend = world.rank.extend
+
+    def extend_and_look(layer: int, slots: torch.Tensor) -> None:
+        told.append(flags.value(FlagIndex.PROGRESS))
+        extend(layer, slots)
+
+    monkeypatch.setattr(world.rank, "extend", extend_and_look)
+    runner = EntryRunner(
+        world.rank,
+        tensors,
+        HostSignals(flags, LAYERS, is_gone=lambda: False, clock=BusyClock()),
+        None,
+        epoch=1,
+        num_resident=world.width,
+        is_gone=lambda: False,
+        host=flags,
+        warm_up=lambda: None,
+    )
+    rows = (StepRow(row=ROWS[0], generation=8, length=LENGTHS[0]),)
+    runner.run(StepEntry(kind=EntryKind.EXTEND, step=1, rows=rows))
+    assert len(told) > 1
+    assert told == list(range(len(told)))
+    assert flags.value(FlagIndex.FINISHED) == 1
+    tensors.close()
