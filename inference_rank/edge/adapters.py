@@ -12,11 +12,14 @@ from .refusal import shown
 from .values import fault, wrong
 
 
-def adapters_of(server_args: Any, selection: SelectionSettings) -> Adapters | None:
-    """Return the adapters of an SGLang server, and why they are not served; None if it has none."""
-    if not server_args.enable_lora:
+def adapters_of(args: Any, selection: SelectionSettings) -> Adapters | None:
+    """Return the adapters of an SGLang server, and why they are not served; None if it has none.
+
+    `args` are the server's arguments, resolved.
+    """
+    if not args.enable_lora:
         return None
-    names = frozenset(str(adapter.lora_name) for adapter in server_args.lora_paths or ())
+    names = frozenset(str(adapter.lora_name) for adapter in args.lora_paths or ())
     if not selection.declared.predicts_from_hidden:
         return Adapters(names=names)
     return Adapters(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank.sglang.versions import with_key
+from tandemkv.inference_rank.sglang.versions import resolved, with_key
 
 from . import logprobs, tokenizing
 from .adapters import adapters_of
@@ -34,15 +34,16 @@ def install(
     """
     global _is_installed
     settings, rank_settings = edge_settings(), runtime_module.settings_from_environment()
+    args = resolved(server_args)
     limits = Limits(
         settings=settings,
         vocab_size=int(manager.model_config.vocab_size),
         context_tokens=int(manager.context_len),
-        max_running_requests=int(server_args.max_running_requests),
-        model_names=frozenset({str(server_args.served_model_name), MODEL_NAME}),
-        has_grammars=server_args.grammar_backend != "none",
+        max_running_requests=int(args.max_running_requests),
+        model_names=frozenset({str(args.served_model_name), MODEL_NAME}),
+        has_grammars=args.grammar_backend != "none",
         is_evaluation=rank_settings.evaluation,
-        adapters=adapters_of(server_args, rank_settings.selection),
+        adapters=adapters_of(args, rank_settings.selection),
     )
     keys = Keys.read(settings)
     own_key = secrets.token_hex(32)

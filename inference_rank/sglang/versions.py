@@ -33,6 +33,8 @@ _TRANSLATOR = 19
 """FlashInfer gets its slots from a `KVIndexTranslator`, no longer from the request table."""
 _MODEL_HOOK = 19
 """What adjusts the arguments to a model is a function of a module, no longer their method."""
+_RAW_ARGS = 19
+"""`ServerArgs` holds what was passed; what SGLang made of it is read through a view."""
 _KEY_IN_BAG = 20
 """SGLang's first request takes its key from the configuration, no longer from its arguments."""
 _CHECKPOINT = 22
@@ -61,6 +63,8 @@ sglang.srt.mem_cache.kv_index_translator
 sglang.srt.arg_groups.model_hook
     handle_model_specific_adjustments(server_args)
     attention_backends_of(cfg)
+sglang.srt.arg_groups.model_override_base
+    resolving_view(server_args)
 """),
     (17, 21, "sglang.srt.mem_cache.common\n    release_kv_cache(req, tree_cache, is_insert)"),
     (22, _LAST, "sglang.srt.mem_cache.common\n    release_kv_cache(req, tree_cache, checkpoint)"),
@@ -257,6 +261,18 @@ def tensor_group() -> Any:
 
 
 # -- arguments ---------------------------------------------------------------------------
+
+
+def resolved(args: Any) -> Any:
+    """Return SGLang's arguments with the values that it serves by, to be read alone.
+
+    `args` itself may have None where SGLang has decided, and text that it has parsed.
+    """
+    if _number() < _RAW_ARGS:
+        return args
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    return resolving_view(args)
 
 
 def adjustments() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ from edge_world import CHAT, COMPLETIONS, NATIVE, World, make_limits, make_world
 
 from tandemkv.cache_rank.policies.registry import POLICIES, find_policy, selection_values
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings, SelectionSettings
+from tandemkv.inference_rank.edge import install as install_module
 from tandemkv.inference_rank.edge.adapters import adapters_of
 from tandemkv.inference_rank.edge.limits import Adapters
+from tandemkv.inference_rank.edge.settings import EdgeSettings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 NAMED: list[tuple[str, dict[str, Any]]] = [
@@ -113,3 +116,33 @@ def test_without_lora_the_field_is_refused() -> None:
     assert reply.status_code == 400
     assert "has no adapters (it was started without" in reply.json()["error"]["message"]
     assert world_of(None).post(COMPLETIONS, {"prompt": "x", "model": "m:polite"}).status_code == 404
+
+
+@pytest.mark.parametrize("enable_lora", [None, True])
+def test_adapters_are_those_that_sglang_has_loaded(
+    enable_lora: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SGLang may leave its arguments as they were passed: `--lora-paths` alone serves them."""
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(
+        model_path="dummy", device="cpu", max_running_requests=2, served_model_name="m",
+        enable_lora=enable_lora, lora_paths=[f"polite={tmp_path}"], max_lora_rank=8,
+        lora_target_modules=["q_proj"], chunked_prefill_size=64, page_size=1,
+    )  # fmt: skip
+    getattr(args, "resolve_once", lambda: None)()
+    args.check_server_args()
+    selection = SelectionSettings.model_validate(selection_values({"policy": "exact"}))
+    monkeypatch.setattr(install_module, "edge_settings", EdgeSettings)
+    monkeypatch.setattr(
+        install_module.runtime_module,
+        "settings_from_environment",
+        lambda: RankSettings(selection=selection),
+    )
+    monkeypatch.setattr(install_module, "_refusal_counter", lambda: None)
+    monkeypatch.setattr(install_module, "_is_installed", False)
+    app: Any = SimpleNamespace(build_middleware_stack=lambda: None)
+    model = SimpleNamespace(vocab_size=1000)
+    manager = SimpleNamespace(model_config=model, context_len=256, tokenizer=None)
+    install_module.install(app, args, manager, execute_warmup_func=lambda given: given)
+    assert app.build_middleware_stack()._limits.adapters == Adapters(names=frozenset({"polite"}))
