@@ -41,12 +41,11 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
         _LOG.warning("%s", note)
     settings = runtime_module.settings_from_environment()
     placement = settings.placement
-    check_server_args(
-        runner.server_args, placement, settings.cache.kv_dtype,
-        all_exact=settings.selection.declared.all_exact,
-    )  # fmt: skip
+    args = sglang_versions.resolved(runner.server_args)
+    all_exact = settings.selection.declared.all_exact
+    check_server_args(args, placement, settings.cache.kv_dtype, all_exact=all_exact)
     if placement.num_nodes > 1:
-        check_settings(settings, runner.server_args)
+        check_settings(settings, args)
     rank = sglang_versions.tensor_rank()
     node = placement.node_of(rank)
     if rank and placement.node_of(rank - 1) == node:
@@ -54,7 +53,7 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
     run_dir = runtime_module.run_dir_from_environment()
     enable_faults("inference_rank", run_dir.path)
     _server = StatusServer(run_dir.inference_socket, status=status)
-    if runner.server_args.enable_metrics:
+    if args.enable_metrics:
         sockets = {n: run_dir.of_rank(n).heartbeat_socket for n in placement.engines_of(node)}
         MetricsPublisher(status, sockets, placement.num_engines).start()
 
@@ -65,9 +64,9 @@ def check_server_args(
     """Refuse options of SGLang that read or write the KV pool behind our back.
 
     So are those with which a layer gets a part of a batch, or is not called, and a tensor-parallel
-    size that there are no cache ranks for. SGLang may have set them itself. Drafts of n-grams are
-    verified where all layers are exact and the engine is in this process. Raises `SettingsError`,
-    which names the option.
+    size that there are no cache ranks for. SGLang may have set them itself: `args` are its
+    arguments, resolved. Drafts of n-grams are verified where all layers are exact and the engine is
+    in this process. Raises `SettingsError`, which names the option.
     """
     drafts = getattr(args, "speculative_algorithm", None)
     is_verified = drafts == "NGRAM" and all_exact and placement.link == "local"

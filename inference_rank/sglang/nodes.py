@@ -34,7 +34,7 @@ _ARGS = ("max_running_requests", "chunked_prefill_size", "context_length", "dtyp
 
 
 def check_settings(settings: RankSettings, args: Any) -> None:
-    """Compare settings, and SGLang's `args`, with those of the first scheduler.
+    """Compare settings, and SGLang's `args`, resolved, with those of the first scheduler.
 
     Raises `SettingsError`, naming what differs.
     """

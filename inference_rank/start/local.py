@@ -169,6 +169,7 @@ def backend_of(
     """Return the backend that attends to `home`, which `link` keeps fresh."""
     settings = runtime.settings
     selection, full = settings.selection, full_backend(runner)
+    args = sglang_versions.resolved(runner.server_args)
     return ResidentBackend(
         runner,
         full,
@@ -181,7 +182,7 @@ def backend_of(
         runtime=runtime,
         probe=AttentionProbe.from_environment(
             settings=settings,
-            has_graphs=str(runner.device) != "cpu" and not runner.server_args.disable_cuda_graph,
+            has_graphs=str(runner.device) != "cpu" and not args.disable_cuda_graph,
             model=runtime.model,
             keys=layers_of_pool(runner.token_to_kv_pool, runtime.model.num_layers)[0],
             resident_positions=link.resident_positions,
@@ -234,7 +235,8 @@ def refresh_for(runner: Any, selection: SelectionSettings) -> RefreshSchedule:
     def load() -> Any:
         from transformers import AutoTokenizer
 
-        path = runner.server_args.tokenizer_path or str(runner.model_config.model_path)
+        args = sglang_versions.resolved(runner.server_args)
+        path = args.tokenizer_path or str(runner.model_config.model_path)
         return AutoTokenizer.from_pretrained(path)
 
     return schedule_for(selection, load)

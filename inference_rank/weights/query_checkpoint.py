@@ -24,6 +24,7 @@ from tandemkv.cache_rank.protocol.models.model_spec import (
     read_model_spec,
 )
 from tandemkv.cache_rank.protocol.models.weight_formats import WeightFormat, read_weight_format
+from tandemkv.inference_rank.sglang.versions import resolved
 
 from .dequantize import dequantize_fp8
 from .packed_weights import LAYOUTS, check_packed, read_packed
@@ -196,7 +197,7 @@ class QueryCheckpoint:
 
 def checkpoint_of(runner: Any) -> QueryCheckpoint | None:
     """Return the files of the model of SGLang's ModelRunner; None if it was loaded from others."""
-    if str(runner.server_args.load_format) not in LOADED_FROM_SAFETENSORS:
+    if str(resolved(runner.server_args).load_format) not in LOADED_FROM_SAFETENSORS:
         return None
     return QueryCheckpoint(Path(runner.model_config.model_path))
 

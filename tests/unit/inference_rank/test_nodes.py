@@ -15,12 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from decided_args import decided_args
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.node_store import await_end, host_store
 from tandemkv.cache_rank.protocol.progress import ProgressClock
+from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.sglang import nodes
 
@@ -131,6 +133,22 @@ def test_hosts_have_to_plan_the_same_passes(monkeypatch: pytest.MonkeyPatch) -> 
     differing = {name for name in told[0] if told[0][name] != told[1][name]}
     assert differing == {"chunked_prefill_size"}
     assert "selection.budget_tokens" in told[0]
+
+
+def test_hosts_compare_what_sglang_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt's chunks it decides by the GPU's memory where they were not passed."""
+    from tandemkv.inference_rank import process
+
+    def check_equal(_rank: int, own: dict[str, str]) -> None:
+        raise SettingsError(own["chunked_prefill_size"])
+
+    settings = RankSettings(placement=Placement(link="shared", tp_size=2, num_nodes=2))
+    monkeypatch.setattr(process.runtime_module, "settings_from_environment", lambda: settings)
+    monkeypatch.setattr(nodes, "check_equal", check_equal)
+    monkeypatch.setattr(nodes.sglang_versions, "tensor_rank", lambda: 0)
+    args = decided_args(chunked_prefill_size=4096, tp_size=2)
+    with pytest.raises(SettingsError, match=r"^4096$"):
+        process.start(SimpleNamespace(device="cpu", server_args=args), ())
 
 
 def test_a_host_is_ready_once_its_scheduler_turns(monkeypatch: pytest.MonkeyPatch) -> None:

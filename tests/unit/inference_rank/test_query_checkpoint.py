@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from decided_args import decided_args
 from quantised_models import Quantised, awq, compressed, fp8, fp8_channels, gptq
 from safetensors.torch import load_file, save_file
 
@@ -252,6 +253,8 @@ def test_a_runner_says_which_files(tmp_path: Path) -> None:
         arguments = SimpleNamespace(load_format=load_format)
         runner = SimpleNamespace(server_args=arguments, model_config=model)
         assert (checkpoint_of(runner) is not None) == has_files
+    runner = SimpleNamespace(server_args=decided_args(load_format="dummy"), model_config=model)
+    assert checkpoint_of(runner) is None, "SGLang has decided that itself"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from decided_args import decided_args
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from tiny_models import write_model
 
@@ -18,7 +19,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
     SETTINGS_VARIABLE,
     RankSettings,
 )
-from tandemkv.inference_rank.process import check_server_args
+from tandemkv.inference_rank.process import check_server_args, start
 from tandemkv.inference_rank.sglang import contract as sglang_contract
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.inference_rank.sglang.pool import make_local_pool_class
@@ -132,6 +133,13 @@ def test_sglangs_pool_may_have_layers_without_resident_sets(windowed: tuple[int,
     wanted = [65 if layer in windowed else 89 for layer in range(3)]
     assert [len(x) for x in pool.k_buffer] == [len(x) for x in pool.v_buffer] == wanted
     assert (pool.size, pool.layer_num) == (64, 3)
+
+
+def test_what_sglang_has_set_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, RankSettings().model_dump_json())
+    args = decided_args(enable_mixed_chunk=True, kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(SettingsError, match="--enable-mixed-chunk, --kv-cache-dtype: not supp"):
+        start(SimpleNamespace(device="cpu", server_args=args), ())
 
 
 def test_plain_options_are_accepted() -> None:
