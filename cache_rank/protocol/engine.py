@@ -43,7 +43,8 @@ class DenseLengths:
     """Up to which length a request is attended to as a whole, and from which it is selected for.
 
     Between the two nothing that is selected is used yet: the fetch cap bounds how fast a
-    resident set can follow, so it starts `WARM_UP_STEPS` early. No request begins with a cold
+    resident set can follow, so it starts `WARM_UP_STEPS` early, and is made in each of them,
+    whatever `refresh_every` is. No request begins with a cold
     set: longer prompts are seeded by their last queries.
     """
 

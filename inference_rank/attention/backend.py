@@ -56,6 +56,7 @@ class ResidentBackend(AttentionBackend):
         self._runtime, self._probe, self._staging = runtime, probe, staging
         self._selection = selection
         self._dense, self._lengths = dense, dense.base
+        self._of_step = dense.base  # what holds for the step that was begun last
         # SGLang's models find both here.
         self.req_to_token_pool = self._pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -251,7 +252,7 @@ class ResidentBackend(AttentionBackend):
         rows, lengths = forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size]
         req_to_token = self._pool.req_to_token
         on_host = forward_batch.seq_lens_cpu[:size]
-        dense = self._dense.of(on_host)
+        dense = self._of_step = self._dense.of(on_host)
         slow = self._slow_rows(forward_batch, on_host, dense.num_dense)
         if not in_capture:
             num_real = size - getattr(forward_batch, "num_padding", 0)
@@ -334,17 +335,21 @@ class ResidentBackend(AttentionBackend):
     def kind_of(self, lengths: torch.Tensor, slow: torch.Tensor | None = None) -> DecodeKind:
         """Return what a step over ``lengths [B]``, on the host, does beside the forward pass.
 
-        Keys are indexed for requests that are attended to as a whole, too, because they may outgrow
-        it. What a step attends to, a table says: between two refreshes it is the resident sets as
-        they were left.
+        It is the step that was begun last. Keys are indexed for requests that are attended to as a
+        whole, too, because they may outgrow it. What a step attends to, a table says: between two
+        refreshes it is the resident sets as they were left. Until its first sparse step a set is
+        made anew in each step, whatever `refresh_every` is: nothing else was selected for it.
         """
         program = self._program
         if not program.selects:
             return DecodeKind.DENSE
-        is_due = self._num_steps % program.refresh_every == 0
+        dense = self._of_step
+        selected = lengths > dense.num_cold
+        is_new = selected & (lengths <= dense.num_dense + 1)
+        is_due = self._num_steps % program.refresh_every == 0 or bool(is_new.any())
         if slow is not None and self._lengths.num_cold:
             is_due = bool(slow.any())  # else empty slots are filled in each step
-        if is_due and bool((lengths > self._dense.of(lengths).num_cold).any()):
+        if is_due and bool(selected.any()):
             return DecodeKind.SELECTING
         every = program.index_interval
         indexes = every > 0 and bool((lengths % every == 0).any())

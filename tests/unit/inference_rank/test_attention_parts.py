@@ -324,13 +324,16 @@ def test_what_a_step_does(
     interval: int, lengths: list[int], by_interval: dict[int, DecodeKind]
 ) -> None:
     rank = SimpleNamespace(selects=True, refresh_every=1, index_interval=interval)
-    dense = DenseSteps(DenseLengths(num_dense=40, num_cold=40), 0)
-    backend: Any = SimpleNamespace(_program=rank, _dense=dense, _num_steps=3)
+    dense = DenseLengths(num_dense=40, num_cold=40)
+    backend: Any = SimpleNamespace(_program=rank, _of_step=dense, _num_steps=3)
     kind = ResidentBackend.kind_of(backend, torch.tensor(lengths))
     assert kind is by_interval[interval]
     assert kind in kinds_of(interval)
     rank.refresh_every = 2  # between two refreshes
-    assert ResidentBackend.kind_of(backend, torch.tensor(lengths)) is not DecodeKind.SELECTING
+    later = torch.tensor(lengths) + (torch.tensor(lengths) > 40)
+    assert ResidentBackend.kind_of(backend, later) is not DecodeKind.SELECTING
+    first = ResidentBackend.kind_of(backend, torch.tensor(lengths))
+    assert (first is DecodeKind.SELECTING) == (41 in lengths), "a set that nothing was chosen for"
     rank.selects = False  # every layer is exact: no other graph is captured
     assert ResidentBackend.kind_of(backend, torch.tensor(lengths)) is DecodeKind.DENSE
 
