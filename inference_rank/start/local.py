@@ -365,12 +365,22 @@ def check_kv_dtype(runner: Any, settings: RankSettings) -> None:
         )
     for index, layer in enumerate(layers_of(runner.model)):
         attention = getattr(attention_of(layer), "attn", None)
-        scales = [getattr(attention, f"{kind}_scale_float", None) for kind in "kv"]
-        if any(scale not in (None, 1.0) for scale in scales):
+        # Scales from a file of their own are in the first two names alone.
+        names = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
+        scales = {name: _scale_of(getattr(attention, name, None)) for name in names}
+        scales = {name: scale for name, scale in scales.items() if scale != 1.0}
+        if scales:
             raise SettingsError(
-                f"layer {index}: the checkpoint has scales {scales} for K and V in FP8, which are "
-                "not supported; use --kv-cache-dtype auto with a checkpoint without them"
+                f"layer {index}: there are scales {scales} for K and V in FP8, which are not "
+                "supported; use --kv-cache-dtype auto with a checkpoint without them"
             )
+
+
+def _scale_of(scale: Any) -> Any:
+    """Return the number of a scale, which SGLang has as None, a number or a tensor, or numbers."""
+    if scale is None or bool(torch.as_tensor(scale == 1.0).all()):
+        return 1.0
+    return scale.tolist() if isinstance(scale, torch.Tensor) else scale
 
 
 def check_sizes(runner: Any, settings: RankSettings) -> None:

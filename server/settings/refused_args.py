@@ -72,6 +72,7 @@ _REFUSED = {
     "tandemkv has its own KV pool": "--enable-unified-memory",
     "the routes that release memory are closed": "--enable-memory-saver "
     "--enable-weights-cpu-backup",
+    "scales of K and V in FP8 are not supported": "--quantization-param-path",
     "there would be no KV to keep": "--prefill-only-disable-kv-cache",
     "sessions are not served": "--enable-streaming-session --enable-session-radix-cache",
     # Passes in which a layer is not called, or not with all of the batch.
@@ -109,9 +110,10 @@ FAMILIES = _each(
         _FIXED_WEIGHTS: "--remote-instance-weight-loader- --weight-cache-",
     }
 )
-ALLOWED = ("--speculative-algorithm", "--speculative-num-draft-tokens")
+ALLOWED = ("--speculative-algorithm", "--speculative-num-draft-tokens", "--quantization")
 ALLOWED_FAMILY = "--speculative-ngram-"
-"""Of those families; `check_speculation` refuses what they do not go with."""
+"""Whole names, of those families or with which a refused one begins; `check_speculation` refuses
+what drafts do not go with."""
 _ONE = {
     "pipeline parallelism is not available in this version": "--pp-size --pipeline-parallel-size",
     "data parallelism is not available in this version": "--dp-size --data-parallel-size "

@@ -73,11 +73,11 @@ def value_of(args: Sequence[str], full: str) -> str | None:
 
 def why_refused(name: str) -> str | None:
     """Return why the argument `name` may not be passed, whatever its value; None if it may."""
+    if name in ALLOWED or name.startswith(ALLOWED_FAMILY):
+        return None
     for full, why in REFUSED.items():
         if _means(name, full):
             return why
-    if name in ALLOWED or name.startswith(ALLOWED_FAMILY):
-        return None
     for family, why in FAMILIES.items():
         if name.startswith(family) or _means(name, family):
             return why

@@ -19,7 +19,7 @@ from tandemkv.server.settings.launch_settings import ServeSettings
 FP8 = RankSettings(cache=CacheSettings(kv_dtype="fp8_e4m3"))
 
 
-def runner_of(kv_dtype: torch.dtype, **scales: float | None) -> Any:
+def runner_of(kv_dtype: torch.dtype, **scales: Any) -> Any:
     attention = SimpleNamespace(**scales)
     layer = SimpleNamespace(self_attn=SimpleNamespace(attn=attention))
     return SimpleNamespace(
@@ -42,8 +42,14 @@ def test_what_sglang_has_must_be_what_was_asked_for() -> None:
 def test_scales_of_a_checkpoint_are_refused() -> None:
     one = {"k_scale_float": 1.0, "v_scale_float": None}
     check_kv_dtype(runner_of(torch.float8_e4m3fn, **one), FP8)
-    with pytest.raises(SettingsError, match=r"layer 0: .* scales \[0\.5, None\]"):
+    one |= {"k_scale": torch.tensor(1.0), "v_scale": torch.ones(2)}
+    check_kv_dtype(runner_of(torch.float8_e4m3fn, **one), FP8)
+    with pytest.raises(SettingsError, match=r"layer 0: .* scales {'k_scale_float': 0\.5} for K"):
         check_kv_dtype(runner_of(torch.float8_e4m3fn, **{**one, "k_scale_float": 0.5}), FP8)
+    for scale in (0.5, torch.tensor(0.5)):  # a file's is a number, and the other name stays empty
+        runner = runner_of(torch.float8_e4m3fn, **{**one, "v_scale": scale})
+        with pytest.raises(SettingsError, match=r"layer 0: .* scales {'v_scale': 0\.5} for K"):
+            check_kv_dtype(runner, FP8)
 
 
 def test_a_gpu_that_cannot_convert_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
