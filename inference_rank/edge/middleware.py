@@ -28,6 +28,10 @@ TAKE_TIMEOUT_S = 60.0
 _OPENAI_PREFIX = "/v1/"
 """Of these routes SGLang waits for the first event of a stream before it begins an answer."""
 
+_PREFLIGHT = frozenset((b"origin", b"access-control-request-method"))
+"""Headers of a browser's question whether a page may send a request. Without the second one
+SGLang's application would take it for a request."""
+
 _HANDED_ON = frozenset(
     (b"accept", b"connection", b"content-length", b"content-type", b"host", b"origin",
      b"traceparent", b"tracestate", b"transfer-encoding", b"user-agent")
@@ -80,8 +84,8 @@ class Edge:
         headers = {name.lower(): value for name, value in scope["headers"]}
         self._check_origin(headers.get(b"origin"))
         path: str = scope["path"]
-        if scope["method"] == "OPTIONS" and b"origin" in headers:
-            await self._app(scope, receive, send)  # a preflight: CORS alone answers it
+        if scope["method"] == "OPTIONS" and headers.keys() >= _PREFLIGHT:
+            await self._app(scope, receive, send)  # CORS alone answers it
             return
         route = find_route(scope["method"], path)
         if route.is_probe:

@@ -172,6 +172,18 @@ def test_pages_of_other_origins_may_not_call() -> None:
     assert closed.status_code == 405
 
 
+def test_only_a_preflight_passes_without_a_key() -> None:
+    world = make_world(cors_origins=("https://ui.example",))
+    page = {"origin": "https://ui.example"}
+    for path, status in ((COMPLETIONS, 405), ("/flush_cache", 405), ("/docs", 404)):
+        refused = asyncio.run(world.send("OPTIONS", path, headers=page))
+        assert refused.status_code == status
+    assert not world.behind.seen
+    asked = page | {"access-control-request-method": "POST"}
+    assert asyncio.run(world.send("OPTIONS", COMPLETIONS, headers=asked)).status_code == 200
+    assert len(world.behind.seen) == 1
+
+
 def test_web_sockets_are_closed() -> None:
     world, sent = make_world(), []
 
