@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .admission import Admission
 from .answer import Answer
@@ -31,6 +31,13 @@ _OPENAI_PREFIX = "/v1/"
 _PREFLIGHT = frozenset((b"origin", b"access-control-request-method"))
 """Headers of a browser's question whether a page may send a request. Without the second one
 SGLang's application would take it for a request."""
+
+_READABLE_BY = b"access-control-allow-origin"
+_FOR_PAGES = (
+    (b"access-control-allow-credentials", b"true"),
+    (b"access-control-expose-headers", b"retry-after"),
+    (b"vary", b"Origin"),
+)
 
 _HANDED_ON = frozenset(
     (b"accept", b"connection", b"content-length", b"content-type", b"host", b"origin",
@@ -72,13 +79,12 @@ class Edge:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        send = self._to_pages(scope, send)
         try:
             await self._serve(scope, receive, send)
         except RequestRefusedError as refusal:
             self._count_refusal(refusal.status)
-            response = refusal.response()
-            response.headers.update(self._to_pages(scope))
-            await response(scope, receive, send)
+            await refusal.response()(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -164,17 +170,24 @@ class Edge:
                 code="origin_not_allowed",
             )
 
-    def _to_pages(self, scope: Scope) -> dict[str, str]:
-        """Return headers by which a page of an allowed origin may read a refusal."""
-        origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
-        if origin not in self._limits.settings.cors_origins:
-            return {}
-        return {
-            "access-control-allow-origin": origin,
-            "access-control-allow-credentials": "true",
-            "access-control-expose-headers": "retry-after",
-            "vary": "Origin",
-        }
+    def _to_pages(self, scope: Scope, send: Send) -> Send:
+        """Return a ``send`` that lets a page of an allowed origin read what it is answered.
+
+        SGLang's CORS does so for its routes. Refusals, here and while the server drains, do not
+        come by there.
+        """
+        origin = dict(scope["headers"]).get(b"origin", b"")
+        if origin.decode("latin-1") not in self._limits.settings.cors_origins:
+            return send
+
+        async def send_readable(message: Message) -> None:
+            headers = list(message.get("headers", ()))
+            is_start = message["type"] == "http.response.start"
+            if is_start and _READABLE_BY not in {name.lower() for name, _ in headers}:
+                message = {**message, "headers": [*headers, (_READABLE_BY, origin), *_FOR_PAGES]}
+            await send(message)
+
+        return send_readable
 
     def _check_model(self, path: str) -> None:
         name = model_of(path)

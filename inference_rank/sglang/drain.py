@@ -91,7 +91,7 @@ class DrainMiddleware:
         """Handle one ASGI connection."""
         if scope["type"] == "lifespan":
             self._on_startup()
-        if scope["type"] != "http" or str(scope["path"]).startswith(_FREE_PREFIXES):
+        if scope["type"] != "http" or _is_free(scope):
             await self._app(scope, receive, send)
             return
         reach("http.request")
@@ -101,6 +101,14 @@ class DrainMiddleware:
             return
         with self._drain.counted(exchange):
             await exchange.run(self._app(scope, receive, exchange.send))
+
+
+def _is_free(scope: Scope) -> bool:
+    """Whether a request is a probe, or the question of a browser whether a page may send one.
+
+    A browser that is answered 503 to that shows its page nothing, not even that it is a 503.
+    """
+    return scope["method"] == "OPTIONS" or str(scope["path"]).startswith(_FREE_PREFIXES)
 
 
 class _Exchange:

@@ -30,7 +30,8 @@ async def call(
     async def send(message: Any) -> None:
         sent.append(dict(message))
 
-    await DrainMiddleware(app, drain)({"type": "http", "path": path}, _receive, send)
+    scope = {"type": "http", "method": "POST", "path": path}
+    await DrainMiddleware(app, drain)(scope, _receive, send)
     return sent
 
 

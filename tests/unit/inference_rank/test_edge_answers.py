@@ -12,6 +12,7 @@ import httpx
 import pytest
 from edge_world import CHAT, COMPLETIONS, JSON, NATIVE, make_limits
 from starlette.background import BackgroundTask
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -227,3 +228,31 @@ def test_a_page_of_an_allowed_origin_can_read_a_refusal() -> None:
     other = asyncio.run(work("https://other.example"))
     assert other.status_code == 403
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_page_of_an_allowed_origin_can_read_that_the_server_drains() -> None:
+    """The drain is outside of SGLang's CORS, and answers before it."""
+    page = "https://page.example"
+    behind = CORSMiddleware(
+        PlainTextResponse("{}"), allow_origins=["*"], allow_credentials=True, allow_methods=["*"],
+        allow_headers=["*"],
+    )  # fmt: skip
+    drain = Drain()
+    edge = edge_of(DrainMiddleware(behind, drain), cors_origins=(page,))
+    served = ask(edge, origin=page)
+    assert (served.status_code, served.headers["access-control-allow-credentials"]) == (200, "true")
+    assert served.headers.get_list("access-control-allow-origin") in ([page], ["*"])
+    drain.refuse("shutting down")
+    refused = ask(edge, origin=page)
+    assert refused.status_code == 503
+    assert refused.headers["access-control-allow-origin"] == page
+    assert refused.headers["access-control-expose-headers"] == "retry-after"
+    assert "access-control-allow-origin" not in ask(edge).headers
+
+    async def preflight() -> httpx.Response:
+        transport = httpx.ASGITransport(app=edge)
+        asked = {"origin": page, "access-control-request-method": "POST"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://edge") as client:
+            return await client.options(CHAT, headers=asked)
+
+    assert asyncio.run(preflight()).status_code == 200, "or the page learns nothing"
