@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from .settings import edge_settings
 PAUSED = "generation is paused; POST /continue_generation with the admin key ends that"
 
 _is_installed = False
+_refused: collections.Counter[int] = collections.Counter()
 
 
 def install(
@@ -57,6 +59,12 @@ def install(
     return lambda given: with_key(execute_warmup_func, given, own_key)
 
 
+def refusals() -> dict[str, int]:
+    """Return how many requests did not reach SGLang, in all and by the status of the answer."""
+    by_status = {f"edge_refused_{status}": _refused[status] for status in sorted(_refused)}
+    return {"edge_refused_total": _refused.total(), **by_status}
+
+
 def pause_reason(manager: Any) -> str | None:
     """Return why SGLang generates nothing now, or None."""
     return PAUSED if manager.is_pause else None
@@ -87,7 +95,12 @@ def _refusal_counter() -> Callable[[int], None]:
     counter = Counter(
         "tandemkv_edge_refused_total", "requests that did not reach SGLang", labelnames=["status"]
     )
-    return lambda status: counter.labels(status=str(status)).inc()
+
+    def count(status: int) -> None:
+        _refused[status] += 1
+        counter.labels(status=str(status)).inc()
+
+    return count
 
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"

@@ -18,7 +18,7 @@ from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank.edge.install import AROUND, install, pause_reason
+from tandemkv.inference_rank.edge.install import AROUND, install, pause_reason, refusals
 
 from .contract import check_hooks_applied
 from .drain import DrainMiddleware
@@ -69,8 +69,8 @@ def add_routes(app: Any, manager: Any) -> None:
 
     @app.get(_STATUS)
     async def status() -> JSONResponse:
-        """State of all ranks."""
-        return JSONResponse(await collect())
+        """State of all ranks, and what the edge before them has refused."""
+        return JSONResponse(await collect() | refusals())
 
     @app.get(_READY)
     async def ready() -> JSONResponse:

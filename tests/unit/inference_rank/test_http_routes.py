@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import prometheus_client
 import pytest
+from fastapi import FastAPI
 
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.edge import install as install_module
 from tandemkv.inference_rank.sglang import http_routes
 
 
@@ -62,6 +68,42 @@ def test_each_cache_rank_is_asked(
     assert [rank["path"] for rank in found["cache_ranks"]] == sockets
     assert set(asked) == {run_dir.inference_socket, *sockets}
     assert found["ready"] is True
+
+
+def test_status_counts_what_the_edge_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As `/metrics` does, for those who look at `tandemkv status` alone."""
+    registry = prometheus_client.CollectorRegistry()
+    counter = partial(prometheus_client.Counter, registry=registry)
+    monkeypatch.setattr(prometheus_client, "Counter", counter)
+    monkeypatch.setattr(install_module, "_refused", Counter())
+    run_dir = RunDir.create(tmp_path / "run")
+    monkeypatch.setattr(runtime_module, "run_dir_from_environment", lambda: run_dir)
+    monkeypatch.setattr(runtime_module, "nodes_from_environment", lambda: None)
+
+    async def collect_ranks(*_: Any, **__: Any) -> dict[str, Any]:
+        return {"ready": True}
+
+    monkeypatch.setattr(http_routes, "collect_status", collect_ranks)
+    monkeypatch.setattr(http_routes, "_is_warm", lambda _: True)
+    app = FastAPI()
+    http_routes.add_routes(app, SimpleNamespace(is_pause=False))
+
+    async def ask() -> dict[str, Any]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            found: dict[str, Any] = (await client.get("/tandemkv/status")).json()
+            return found
+
+    assert asyncio.run(ask()) == {"ready": True, "edge_refused_total": 0}
+    count = install_module._refusal_counter()
+    for status in (429, 401, 429):
+        count(status)
+    refused = {"edge_refused_total": 3, "edge_refused_401": 1, "edge_refused_429": 2}
+    assert asyncio.run(ask()) == {"ready": True, **refused}
+    on_metrics = registry.get_sample_value("tandemkv_edge_refused_total", {"status": "429"})
+    assert on_metrics == refused["edge_refused_429"]
 
 
 def test_readiness_says_whose_it_is(tmp_path: Path) -> None:
