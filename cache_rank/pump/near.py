@@ -4,8 +4,8 @@
 It follows the announcements of the inference rank and the flags that this raises, in the order of
 the forward pass, and sends what comes with each. K/V of every step are sent, whether the step asks
 for anything or not: the cache rank's host has all of them. Here they stay as long as prompts need
-them; what a later prompt shares with an earlier one is fetched back before its pass begins. Between
-GPUs they stay for good.
+them; what a later prompt shares with an earlier one is fetched back before its pass begins, and of
+requests that are taken up what is read then. Between GPUs they stay for good.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
 from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
-from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRing
+from tandemkv.cache_rank.protocol.step_ring import RESIDENT, EntryKind, StepEntry, StepRing, StepRow
+from tandemkv.kernels.samples import sample_offsets
 
 from .gpu_link import ReceiveLane, SendLane
 from .plan import StepPlan
@@ -84,7 +86,11 @@ class NearSender:
         cut = [row.prefix_len for row in rows]
         slots = _joined([table[n:] for table, n in zip(tables, cut, strict=True)])
         if is_prompt:
-            before = _joined([table[:n] for table, n in zip(tables, cut, strict=True)])
+            if entry.kind is EntryKind.RESUME:
+                read = [read_again(row, self._side) for row in rows]
+            else:
+                read = [torch.arange(n) for n in cut]
+            before = _joined([table[at] for table, at in zip(tables, read, strict=True)])
             self._out.put(Op.WANT, content=staged.begin_prompts(before, slots).int())
         staged.note(slots)
 
@@ -226,6 +232,28 @@ class NearReceiver:
                 raise ProtocolError("a message came, and no step was announced") from None
             self._lane.begin(entry, self._plan.back(entry))
         self._lane.take(record)
+
+
+def read_again(row: StepRow, side: Side) -> torch.Tensor:
+    """Return the positions ``[n]`` int64 of a request that are read here once it is taken up.
+
+    The inference rank brings its own part of a set to what it was; the cache rank's part is sent.
+    The next prompt step of a request that is not whole yet fetches what it needs.
+    """
+    length, program, selection = row.length, side.program, side.selection
+    if not any(program.is_sparse_layer(layer) for layer in range(program.num_layers)):
+        return torch.arange(0)
+    if not row.flags & RESIDENT:
+        is_dense = length <= DenseLengths.of(selection, selection.num_resident).num_cold
+        return torch.arange(length if is_dense else 0)
+    num_sink, first = selection.num_sink_tokens, max(0, length - selection.num_recent_tokens)
+    is_read = torch.zeros(length, dtype=torch.bool)
+    is_read[:num_sink] = is_read[first:] = True
+    if selection.num_samples:
+        candidates = torch.tensor(max(0, first - num_sink))
+        offsets, _ = sample_offsets(candidates, selection.num_samples)
+        is_read[offsets[offsets >= 0] + num_sink] = True
+    return is_read.nonzero()[:, 0]
 
 
 def _joined(slots: list[torch.Tensor]) -> torch.Tensor:

@@ -28,6 +28,8 @@ class Side:
 
     Attributes
     ----------
+    selection : SelectionSettings
+        As given.
     kv : torch.Tensor
         ``[layers, 2, slots, H, D]``.
     resident : tuple
@@ -53,6 +55,7 @@ class Side:
     ) -> None:
         self.shard = shard = shard or HeadShard()
         self.tensors, self.program, self.is_over = tensors, program, is_over
+        self.selection = selection
         self.at, self.flags = FlagIndex(program.num_layers), StepFlags(tensors["flags"])
         self.table, self.kv = tensors["req_to_token"], shard.of(tensors["kv"], 3)
         width = selection.num_resident

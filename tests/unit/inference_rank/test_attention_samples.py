@@ -13,6 +13,8 @@ import torch
 from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
+from tandemkv.cache_rank.pump.near import read_again
 from tandemkv.inference_rank.attention.resident_attention import (
     AttendTable,
     PagedResident,
@@ -221,3 +223,46 @@ def test_graphs_of_several_sizes_share_what_samples_work_in() -> None:
             out.zero_()
             graph.replay()
             assert torch.allclose(out.cpu(), want[:, :size], atol=1e-4), size
+
+
+@pytest.mark.parametrize("keeps_sink", [False, True])
+@pytest.mark.parametrize("sample_tokens", [0, SAMPLES])
+@pytest.mark.parametrize("dense_while_fits", [False, True])
+def test_what_a_pump_fetches_for_a_request_that_is_taken_up_is_what_is_read(
+    sample_tokens: int, *, dense_while_fits: bool, keeps_sink: bool
+) -> None:
+    selection = SELECTION.model_copy(
+        update={"sample_tokens": sample_tokens, "dense_while_fits": dense_while_fits}
+    )
+    dense = DenseLengths.of(selection, NUM_RESIDENT)
+    # A sink that no engine writes is the whole set.
+    num_resident = SINK if keeps_sink else NUM_RESIDENT
+    side: Any = SimpleNamespace(
+        selection=selection, program=SimpleNamespace(num_layers=1, is_sparse_layer=lambda _: True)
+    )
+    for length in range(1, CONTEXT + 1):
+        found = []
+        flags = RESIDENT if length > dense.num_cold else 0
+        slots = torch.arange(NUM_SLOTS - length, NUM_SLOTS, dtype=torch.int32)
+        fetched = read_again(StepRow(row=1, generation=1, length=length, flags=flags), side)
+        for is_all_here in (True, False):
+            pool = Pool()
+            if not is_all_here:
+                is_missing = torch.ones(len(pool.k), dtype=torch.bool)
+                is_missing[slots[fetched].long()] = False
+                pool.k[is_missing] = pool.v[is_missing] = torch.nan
+            table = RingTable(
+                num_resident=NUM_RESIDENT, num_recent=RECENT, num_dense=dense.num_dense,
+                max_batch=ROWS1 - 1, device=CPU,
+            )  # fmt: skip
+            home = OwnSet(pool, table, MODEL, selection, zeros_on(CPU), keeps_sink=keeps_sink)
+            home._num_sink = num_resident if keeps_sink else 0
+            home.fill(0, 1, slots)
+            own = [] if home.samples is None else [home.samples.k, home.samples.v]
+            found.append(torch.cat([x.flatten() for x in (*home.sets[0], *own)]))
+        assert torch.equal(*found)
+        assert len(fetched) <= max(dense.num_cold, SINK + RECENT + sample_tokens)
+        unfinished = read_again(StepRow(row=1, generation=1, length=length), side)
+        assert len(unfinished) == (length if length <= dense.num_cold else 0)
+    side.program.is_sparse_layer = lambda _: False
+    assert not len(read_again(StepRow(row=1, generation=1, length=1), side))

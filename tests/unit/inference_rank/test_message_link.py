@@ -33,6 +33,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.inference_rank.links.base import ExtendRow
 from tandemkv.inference_rank.links.connection import SharedConnection
+from tandemkv.kernels.samples import sample_offsets
 
 pytestmark = pytest.mark.timeout(120)
 _SELECTION = {"index_dtype": "int8", "sample_tokens": 8}
@@ -299,6 +300,38 @@ def test_k_and_v_of_earlier_prompts_are_not_kept_and_come_back(
         played.link.begin_extend([_row(played, 1, prefix=0, length=1)])
         assert os.fstat(descriptor).st_blocks < first
         played.link.recover()
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_of_requests_that_are_taken_up_only_what_is_read_comes_back(
+    tmp_path: Path, num_shards: int
+) -> None:
+    """Sink, latest tokens and samples; what lies between stays on the cache rank's host."""
+    placement = {"link": "message", "two_gpus": True, "head_shards": num_shards}
+    settings = settings_of("oracle", placement, **_SELECTION)
+    with _played(tmp_path, settings) as (played, _):
+        played.begin()
+        steps = [played.until_done(lambda n=n: played.decode(n)) for n in range(1, 5)]  # type: ignore[misc]
+        played.kept["kv"].zero_()
+        played.resume(4)
+        selection, far = settings.selection, played.far_kv()
+        num_sink, num_samples = selection.num_sink_tokens, selection.num_samples
+        for slots, length in zip(played.slots, LENGTHS, strict=True):
+            used, first = slots[: length + 4].long(), length + 4 - selection.num_recent_tokens
+            offsets, _ = sample_offsets(torch.tensor(first - num_sink), num_samples)
+            is_read = torch.zeros(length + 4, dtype=torch.bool)
+            is_read[:num_sink] = is_read[first:] = is_read[num_sink + offsets] = True
+            here = played.kept["kv"][:, :, used]
+            is_here = (here != 0).flatten(3).any(-1).flatten(0, 1)
+            assert bool((is_here == is_read).all())
+            assert torch.equal(here[:, :, is_read], far[:, :, used[is_read]])
+        steps += [played.until_done(lambda n=n: played.decode(n), n - 1) for n in range(5, 9)]  # type: ignore[misc]
+        # A prompt that continues one of them has all of it.
+        used = played.slots[0, : LENGTHS[0] + 8].long()
+        played.link.begin_extend([_row(played, 1, prefix=len(used), length=len(used) + 1)])
+        assert torch.equal(played.kept["kv"][:, :, used], played.far_kv()[:, :, used])
+        played.link.recover()
+    check_same(steps, by_link_shared(tmp_path, "oracle", **_SELECTION)[:8])
 
 
 def _row(played: Forward, row: int, *, prefix: int, length: int) -> ExtendRow:
