@@ -11,6 +11,7 @@ requests that are taken up what is read then. Between GPUs they stay for good.
 from __future__ import annotations
 
 import mmap
+import threading
 from queue import Empty, SimpleQueue
 
 import torch
@@ -31,6 +32,25 @@ from .side import Side
 _POLL_S = 0.2
 _MOST_CALLS = 1 << 15
 """To give memory back when a prompt begins: each takes about 10 us, and the other rank waits."""
+
+
+class Progress:
+    """What the inference rank's patience goes by: it counts messages, either way. Any thread's.
+
+    Those that go count as well: of a prompt without windows nothing comes back before its end, and
+    its K/V may take longer than that patience. An engine that is stuck takes in no more than there
+    is of a step.
+    """
+
+    def __init__(self, side: Side) -> None:
+        self._flags, self._at = side.flags, side.at.PROGRESS
+        self._count, self._lock = 0, threading.Lock()
+
+    def note(self) -> None:
+        """Count a message that the other end has, or that came from there."""
+        with self._lock:  # else the lower of two counts might be raised last
+            self._count += 1
+            self._flags.raise_to(self._at, self._count)
 
 
 class NearSender:
@@ -164,7 +184,9 @@ class StagedSlots:
 class NearReceiver:
     """Writes what the engine has done where the inference rank attends to it."""
 
-    def __init__(self, side: Side, plan: StepPlan, plane: DataPlane, lane: ReceiveLane) -> None:
+    def __init__(
+        self, side: Side, plan: StepPlan, plane: DataPlane, lane: ReceiveLane, progress: Progress
+    ) -> None:
         self._side, self._plan, self._plane, self._lane = side, plan, plane, lane
         self._steps: SimpleQueue[StepEntry] = SimpleQueue()
         self._queued, self._expected = StepCount(), 0
@@ -172,7 +194,7 @@ class NearReceiver:
         if side.on_gpu:
             flags = GpuFlags(side.tensors, side.program.num_layers, side.shard.index)
             self._finished = flags.finished
-        self._progress = 0
+        self._progress = progress
 
     def expect(self, entry: StepEntry) -> None:
         """Note that `entry` is announced. Another thread's."""
@@ -186,8 +208,7 @@ class NearReceiver:
         while True:
             for record in read_records(self._plane.receive()):
                 self._apply(record)
-            self._progress += 1
-            self._side.flags.raise_to(self._side.at.PROGRESS, self._progress)
+            self._progress.note()
 
     def run_queued(self) -> None:
         """Queue the messages of steps until the epoch is over, where a GPU waits for them."""

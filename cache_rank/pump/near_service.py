@@ -58,7 +58,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .contents import Contents
 from .gpu_link import Wires, make_lanes, meet_host
-from .near import NearReceiver, NearSender
+from .near import NearReceiver, NearSender, Progress
 from .records import PIECE_BYTES, Op, Outbox
 from .session import Pulse, PumpSession
 from .side import Side
@@ -246,9 +246,10 @@ class NearPump:
         )
         selection = self._settings.selection
         side = Side(tensors, program, selection, session.is_over, shard)
-        sent, received, out = Contents(side), Contents(side), Outbox(plane)
+        progress = Progress(side)
+        sent, received, out = Contents(side), Contents(side), Outbox(plane, progress.note)
         lanes = make_lanes(side, sent, received, out, wires, self._exchange.transfer_timeout_s)
-        receiver = NearReceiver(side, received.plan, plane, lanes.receives)
+        receiver = NearReceiver(side, received.plan, plane, lanes.receives, progress)
         sender = NearSender(side, sent.plan, out, lanes.sends, receiver)
         queues = (receiver.run_queued,) if lanes.receives.is_queued else ()
         session.start(lanes, sender.run, receiver.run, *queues)

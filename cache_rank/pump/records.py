@@ -7,6 +7,7 @@ at a multiple of 16 bytes, so that it can be read in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -68,10 +69,13 @@ class Record:
 
 
 class Outbox:
-    """Collects records and sends them in order. Used by one thread."""
+    """Collects records and sends them in order. Used by one thread.
 
-    def __init__(self, plane: DataPlane) -> None:
-        self._plane = plane
+    `note_sent` is called after each message, which the other end has by then.
+    """
+
+    def __init__(self, plane: DataPlane, note_sent: Callable[[], None] = lambda: None) -> None:
+        self._plane, self._note_sent = plane, note_sent
         self._heads: list[int] = []
         self._contents: list[torch.Tensor] = []
         self._nbytes = 0
@@ -104,6 +108,7 @@ class Outbox:
             first += size
         self._heads, self._contents, self._nbytes = [], [], 0
         self._plane.send(body)
+        self._note_sent()
 
 
 def read_records(body: torch.Tensor) -> list[Record]:

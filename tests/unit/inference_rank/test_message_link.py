@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,15 +25,18 @@ from shared_forward import LENGTHS, Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, HandshakeRefusedError
+from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane
 from tandemkv.cache_rank.protocol.message.keys import (
     make_keys,
 )
 from tandemkv.cache_rank.protocol.messages import Goodbye
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+from tandemkv.cache_rank.pump import contents
+from tandemkv.cache_rank.pump.near import Progress
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.inference_rank.links.base import ExtendRow
-from tandemkv.inference_rank.links.connection import SharedConnection
+from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
 from tandemkv.kernels.samples import sample_offsets
 
 pytestmark = pytest.mark.timeout(120)
@@ -278,6 +282,58 @@ def _with_replaced_slots(played: Forward) -> list[list[torch.Tensor]]:
         played.until_done(lambda n=number: played.decode(n))  # type: ignore[misc]
         for number in range(1, 9)
     ]
+
+
+def test_a_link_that_takes_long_over_a_prompt_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk in the midst of a prompt: until all its K/V are there nothing comes back."""
+    monkeypatch.setattr(contents, "PIECE_BYTES", 4096)
+    settings = settings_of("oracle", {"link": "message", "two_gpus": True}, **_SELECTION)
+    send, sent = DataPlane.send, list[int]()
+    with _played(tmp_path, settings) as (played, _):
+        patience_s = limit_s(settings.exchange)
+
+        def send_slowly(plane: DataPlane, body: torch.Tensor) -> None:
+            if plane._peer == CACHE_END:
+                time.sleep(patience_s / 8)
+                sent.append(len(body))
+            send(plane, body)
+
+        monkeypatch.setattr(DataPlane, "send", send_slowly)
+        started = time.monotonic()
+        slots = played.store(2, 0, LENGTHS[1])
+        played.link.begin_extend([_row(played, 2, prefix=0, length=LENGTHS[1])])
+        for layer in range(played.model.num_layers):
+            played.link.extend(layer, slots, [])
+        played.link.end_extend()
+        step = played.link.pass_step
+        assert step is not None
+        assert played.link.is_done(step), played.connection.lost_reason
+        assert len(sent) > 12
+        assert time.monotonic() - started > 1.5 * patience_s
+
+
+def test_progress_of_two_threads_never_goes_back() -> None:
+    raised = list[int]()
+
+    def raise_to(_: int, count: int) -> None:
+        time.sleep(0)  # another thread's turn
+        raised.append(count)
+
+    flags, at = SimpleNamespace(raise_to=raise_to), SimpleNamespace(PROGRESS=0)
+    progress = Progress(SimpleNamespace(flags=flags, at=at))  # type: ignore[arg-type]
+
+    def note() -> None:
+        for _ in range(500):
+            progress.note()
+
+    threads = [threading.Thread(target=note) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised == list(range(1, 1001))
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

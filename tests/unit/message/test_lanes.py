@@ -40,7 +40,7 @@ from tandemkv.cache_rank.pump.contents import HEAD_BYTES, Contents
 from tandemkv.cache_rank.pump.far import Announced, FarReceiver
 from tandemkv.cache_rank.pump.gpu_link import PumpLanes
 from tandemkv.cache_rank.pump.lanes import HostReceiveLane, HostSendLane
-from tandemkv.cache_rank.pump.near import NearReceiver
+from tandemkv.cache_rank.pump.near import NearReceiver, Progress
 from tandemkv.cache_rank.pump.plan import Flag, FlagKind, Message, PartKind
 from tandemkv.cache_rank.pump.records import PIECE_BYTES, Op, Record
 
@@ -458,7 +458,8 @@ def test_the_end_of_a_step_without_messages_is_told_to_a_gpu_as_well(
     monkeypatch.setattr(end.side, "on_gpu", True)
     monkeypatch.setattr(end.side, "settle", lambda: None)
     plane, nothing = Queue(), torch.empty(0, dtype=torch.uint8)
-    receiver = NearReceiver(end.side, Contents(end.side).plan, plane, None)  # type: ignore[arg-type]
+    progress = Progress(end.side)
+    receiver = NearReceiver(end.side, Contents(end.side).plan, plane, None, progress)  # type: ignore[arg-type]
     receiver._apply(Record(Op.RAISE, end.side.at.FINISHED, 7, nothing))
     assert end.flags.finished.tolist() == [7]
     assert end.side.flags.value(end.side.at.FINISHED) == 7
@@ -471,7 +472,8 @@ def test_a_rehearsal_that_was_broken_off_is_not_done(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(end.side, "settle", lambda: None)
     monkeypatch.setattr(end.side, "is_over", lambda: True)
     lane = SimpleNamespace(is_queued=True)
-    receiver = NearReceiver(end.side, Contents(end.side).plan, Queue(), lane)  # type: ignore[arg-type]
+    progress = Progress(end.side)
+    receiver = NearReceiver(end.side, Contents(end.side).plan, Queue(), lane, progress)  # type: ignore[arg-type]
     receiver.expect(StepEntry(kind=EntryKind.PREPARE, step=7, rows=ROWS))
     nothing = torch.empty(0, dtype=torch.uint8)
     receiver._apply(Record(Op.RAISE, end.side.at.FINISHED, 7, nothing))

@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.models.model_spec import part_of
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.cache_rank.pump.contents import Contents
-from tandemkv.cache_rank.pump.near import NearReceiver
+from tandemkv.cache_rank.pump.near import NearReceiver, Progress
 from tandemkv.cache_rank.pump.plan import Flag, FlagKind
 from tandemkv.cache_rank.pump.records import Op, Record
 from tandemkv.cache_rank.pump.session import PumpSession
@@ -213,7 +213,7 @@ def test_the_end_of_a_step_without_messages_is_that_of_its_own_cache_rank(
     monkeypatch.setattr(side, "on_gpu", True)
     monkeypatch.setattr(side, "settle", lambda: None)
     lane: Any = SimpleNamespace(is_queued=True)
-    receiver = NearReceiver(side, Contents(side).plan, None, lane)  # type: ignore[arg-type]
+    receiver = NearReceiver(side, Contents(side).plan, None, lane, Progress(side))  # type: ignore[arg-type]
     receiver._apply(Record(Op.RAISE, side.at.FINISHED, 7, torch.empty(0, dtype=torch.uint8)))
     assert host.near.kept["to_inference"][0, :2].tolist() == [0, 7]
 
