@@ -54,8 +54,8 @@ class Contents:
     K/V                        ``[2, num, H, D]``
     stream, query, windows     ``[B, hidden_size]``, ``[B, Hq, D]``, ``[num, Hq, D]``
     changes                    ``[num, H, width]`` int32, twice ``[num, H, width, D]``
-    set                        ``[2, R, H, D]``
-    weights                    ``[requests, H, num_samples]``
+    set                        ``[2, num, H, D]``
+    weights                    ``[num, H, num_samples]``
     output, partial            ``[B, Hq, D]``, ``[B, Hq, D + 1]``
     =========================  ===================================================
 
@@ -75,8 +75,8 @@ class Contents:
         self._num_cold = torch.zeros(1, dtype=words, device=device)
         self.piece_bytes = _GPU_PIECE_BYTES if side.on_gpu else PIECE_BYTES
         self.plan = StepPlan(
-            side.program, has_samples=side.has_samples, nbytes=self._nbytes,
-            piece_bytes=self.piece_bytes,
+            side.program, has_samples=side.has_samples, num_resident=side.resident[0].shape[2],
+            most_changes=side.most_changes, nbytes=self._nbytes, piece_bytes=self.piece_bytes,
         )  # fmt: skip
 
     def begin(self, entry: StepEntry, *, is_told: bool = False) -> None:
@@ -105,7 +105,7 @@ class Contents:
         if not layers or not width:
             return
         entry, layer = StepEntry(kind=EntryKind.DECODE, step=0), next(iter(layers))
-        part, device = Part(PartKind.CHANGES, layer, num=1), self._side.kv.device
+        part, device = Part(PartKind.CHANGES, layer, num=1, most=width), self._side.kv.device
         rows = torch.zeros(1, dtype=torch.int64, device=device)
         slots, k, v = (
             torch.empty(shape, dtype=dtype, device=device)
@@ -135,7 +135,7 @@ class Contents:
         rows = (StepRow(row=1, generation=0, window=1),) * num_rows
         entry = StepEntry(kind=EntryKind.EXTEND, step=0, rows=rows)
         lengths = {PartKind.TABLE: width}
-        parts = (Part(kind, num=lengths.get(kind, 1)) for kind in PartKind)
+        parts = (Part(kind, num=lengths.get(kind, 1), most=1) for kind in PartKind)
         return HEAD_BYTES + max(self.piece_bytes, *(self._nbytes(part, entry) for part in parts))
 
     @property
@@ -149,16 +149,15 @@ class Contents:
 
     def gather(self, message: Message) -> tuple[Body, int]:
         """Return a message of the present step with no more changes than there are, and `width`."""
-        changes = {
-            part: self._taken(part) for part in message.parts if part.kind is PartKind.CHANGES
-        }
-        used = [int((found[0] >= 0).sum(-1).max()) for found in changes.values()]
-        width = max(used, default=0)
+        taken = [
+            self._taken(part) if part.kind is PartKind.CHANGES else () for part in message.parts
+        ]
+        width = max((int((found[0] >= 0).sum(-1).max()) for found in taken if found), default=0)
         body = self.make(message, width)
-        for part, views in body.parts:
-            for view, found in zip(views, changes.get(part, ()), strict=False):
-                view.copy_(found[:, :, :width])
-            if part not in changes:
+        for (part, views), found in zip(body.parts, taken, strict=True):
+            for view, tensor in zip(views, found, strict=False):
+                view.copy_(tensor[:, :, :width])
+            if not found:
                 self._read(part, views)
         return body, width
 
@@ -217,14 +216,13 @@ class Contents:
         if kind is PartKind.KV:
             return ((stored, (2, part.num, heads, dim)),)
         if kind is PartKind.CHANGES:
+            width = min(width, part.most)
             rows = (stored, (part.num, heads, width, dim))
             return ((torch.int32, (part.num, heads, width)), rows, rows)
         if kind is PartKind.SET:
-            return ((stored, (2, *side.resident[0].shape[2:])),)
+            return ((stored, (2, part.num, heads, dim)),)
         if kind is PartKind.WEIGHTS:
-            if entry.kind is EntryKind.EXTEND:
-                size = sum(row.window > 0 for row in entry.rows)
-            return ((torch.float32, (size, *side.log_weight.shape[2:])),)
+            return ((torch.float32, (part.num, *side.log_weight.shape[2:])),)
         if kind is PartKind.IDENTITY:
             return ()
         staging = self._staging(part)
@@ -309,10 +307,12 @@ class Contents:
         elif kind is PartKind.CHANGES:
             self._take(part, out)
         elif kind is PartKind.SET:
-            torch.stack([sets[layer, part.row] for sets in side.resident], out=out[0])
+            first, end = part.first, part.first + part.num
+            torch.stack([sets[layer, part.row, first:end] for sets in side.resident], out=out[0])
             self.know_sets(layer, part.row)
         elif kind is PartKind.WEIGHTS:
-            torch.index_select(side.log_weight[layer], 0, self._rows, out=out[0])
+            rows = self._rows[part.first : part.first + part.num]
+            torch.index_select(side.log_weight[layer], 0, rows, out=out[0])
         elif kind is PartKind.IDENTITY:
             for each in side.program.selecting:
                 self.know_sets(each, self._rows)
@@ -341,9 +341,10 @@ class Contents:
             put_changed_rows(places, k, v, rows, k_res, v_res)
         elif kind is PartKind.SET:
             for sets, rows in zip(side.resident, found[0], strict=True):
-                sets[layer, part.row] = rows
+                sets[layer, part.row, part.first : part.first + part.num] = rows
         elif kind is PartKind.WEIGHTS:
-            side.log_weight[layer][self._weighed()] = found[0]
+            rows = self._weighed()[part.first : part.first + part.num]
+            side.log_weight[layer][rows] = found[0]
         elif kind is not PartKind.IDENTITY:
             self._staging(part)[part.first :][: len(found[0])] = found[0]
 

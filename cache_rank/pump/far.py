@@ -165,8 +165,7 @@ class FarSender:
             if not side.program.is_sparse_layer(layer):
                 continue
             for row in rows:
-                parts = [sets[layer, row] for sets in side.resident]
-                self._out.put(Op.SET, layer, row, torch.stack(parts))
+                side.put_set(self._out, layer, row)
                 if side.has_samples:
                     self._out.put(Op.WEIGHTS, layer, row, side.log_weight[layer, row])
                 self._contents.know_sets(layer, row)

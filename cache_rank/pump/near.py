@@ -237,9 +237,7 @@ class NearReceiver:
         elif op is Op.KV:
             side.write_kv(record, self._slots)
         elif op is Op.SET:
-            shape, dtype = side.resident[0].shape[2:], side.resident[0].dtype
-            for out, rows in zip(side.resident, record.view(dtype, 2, *shape), strict=True):
-                out[a, b] = rows
+            side.write_set(record)
         elif op is Op.WEIGHTS:
             side.log_weight[a, b] = record.view(torch.float32, *side.log_weight.shape[2:])
         else:

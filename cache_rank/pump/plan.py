@@ -65,17 +65,22 @@ class PartKind(Enum):
     WINDOWS = auto()
     """`num` prompt queries of `layer`, from number `first`."""
     CHANGES = auto()
-    """Rows of the resident sets of `layer` that differ, of `num` requests from number `first`."""
+    """Rows of the resident sets of `layer` that differ, of `num` requests from number `first`, and
+    `most` of each KV head at most: those that no earlier part had."""
     SET = auto()
-    """The resident set of `row` in `layer`."""
+    """The resident set of `row` in `layer`, `num` slots of it from number `first`."""
     WEIGHTS = auto()
-    """Weights of samples of `layer`."""
+    """Weights of samples of `layer`, of `num` requests from number `first`."""
     OUTPUT = auto()
     """What was attended to in `layer` where the K/V are."""
     PARTIAL = auto()
     """What the policy attended to, with the logarithm of its weight."""
     IDENTITY = auto()
     """Nothing: the sets of the step's rows are their first tokens, which are there."""
+
+
+_CUT = frozenset((PartKind.KV, PartKind.WINDOWS, PartKind.CHANGES, PartKind.SET, PartKind.WEIGHTS))
+"""What may become too long for one message."""
 
 
 class Part(NamedTuple):
@@ -86,6 +91,7 @@ class Part(NamedTuple):
     row: int = 0
     first: int = 0
     num: int = 0
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +116,9 @@ class Message:
 class StepPlan:
     """Plans of the steps of one epoch.
 
-    `nbytes` returns the bytes of a part in a step, at most; what is longer than about `piece_bytes`
-    is cut.
+    A resident set has `num_resident` slots, of which a selection changes `most_changes` per KV head
+    at most. `nbytes` returns the bytes of a part in a step, at most; what is longer than about
+    `piece_bytes` is cut.
     """
 
     def __init__(
@@ -119,11 +126,14 @@ class StepPlan:
         program: EngineProgram,
         *,
         has_samples: bool,
+        num_resident: int,
+        most_changes: int,
         nbytes: Callable[[Part, StepEntry], int],
         piece_bytes: int,
     ) -> None:
         self._program, self._has_samples, self._nbytes = program, has_samples, nbytes
         self._piece_bytes = piece_bytes
+        self._num_resident, self._most_changes = num_resident, most_changes
         self._decode: dict[tuple[bool, int, int], tuple[Message, ...]] = {}
         self._replaced: set[int] = set()
 
@@ -154,7 +164,9 @@ class StepPlan:
             return self._cut_all(self._extend_back(entry), entry)
         if entry.kind is EntryKind.DECODE:
             return self._known(entry, is_back=True)
-        return tuple(self._cut(self._grow_back(), entry)) if entry.kind is EntryKind.GROW else ()
+        if entry.kind is EntryKind.GROW:
+            return tuple(self._cut(self._grow_back(len(entry.rows)), entry))
+        return ()
 
     def recurring(self, entry: StepEntry, *, is_back: bool) -> tuple[Message, ...]:
         """Return what every decode step of the kind and size of `entry` has, its last messages.
@@ -216,8 +228,9 @@ class StepPlan:
         rows = [row.row for row in entry.rows if row.window]
         for layer in range(self._program.num_layers if rows else 0):
             if self._program.is_sparse_layer(layer):
-                sets = [Part(PartKind.SET, layer, row=row) for row in rows]
-                yield _message([Flag(FlagKind.READY, layer)], [*sets, *self._weights(layer)])
+                sets = [Part(PartKind.SET, layer, row, num=self._num_resident) for row in rows]
+                parts = (*sets, *self._weights(layer, len(rows)))
+                yield _message([Flag(FlagKind.READY, layer)], parts)
         yield _message([Flag(FlagKind.FINISHED)])
 
     def _decode_back(self, entry: StepEntry) -> Iterator[Message]:
@@ -239,15 +252,16 @@ class StepPlan:
         changes = (self._changes(layer, size) for layer in rest if layer not in told)
         yield _message([Flag(FlagKind.FINISHED)], [x for parts in changes for x in parts])
 
-    def _grow_back(self) -> Message:
-        weights = [part for x in self._program.selecting for part in self._weights(x)]
+    def _grow_back(self, size: int) -> Message:
+        weights = [part for x in self._program.selecting for part in self._weights(x, size)]
         return _message([Flag(FlagKind.FINISHED)], [Part(PartKind.IDENTITY), *weights])
 
     def _changes(self, layer: int, size: int) -> list[Part]:
-        return [Part(PartKind.CHANGES, layer, num=size), *self._weights(layer)]
+        changes = Part(PartKind.CHANGES, layer, num=size, most=self._most_changes)
+        return [changes, *self._weights(layer, size)]
 
-    def _weights(self, layer: int) -> list[Part]:
-        return [Part(PartKind.WEIGHTS, layer)] if self._has_samples else []
+    def _weights(self, layer: int, size: int) -> list[Part]:
+        return [Part(PartKind.WEIGHTS, layer, num=size)] if self._has_samples else []
 
     def _cut_all(self, messages: Iterator[Message], entry: StepEntry) -> tuple[Message, ...]:
         return tuple(piece for message in messages for piece in self._cut(message, entry))
@@ -274,14 +288,21 @@ class StepPlan:
         ]
 
     def _cut_part(self, part: Part, entry: StepEntry) -> Iterator[Part]:
-        if part.kind not in (PartKind.KV, PartKind.CHANGES, PartKind.WINDOWS):
+        if part.kind not in _CUT:
             yield part
             return
-        each = self._nbytes(part._replace(num=1), entry)
-        width = max(1, self._piece_bytes // max(1, each))
-        end = part.first + part.num
+        one = part._replace(num=1)
+        width, most, end = self._fitting(one, entry), part.most, part.first + part.num
+        if self._nbytes(one, entry) > self._piece_bytes and most:  # what one request may change
+            most = self._fitting(one._replace(most=1), entry)
         for first in range(part.first, end, width):
-            yield part._replace(first=first, num=min(width, end - first))
+            piece = part._replace(first=first, num=min(width, end - first))
+            for taken in range(0, part.most, most) if most else (0,):
+                yield piece._replace(most=min(most, part.most - taken))
+
+    def _fitting(self, part: Part, entry: StepEntry) -> int:
+        """Return how many parts such as `part` are a piece, 1 at least."""
+        return max(1, self._piece_bytes // max(1, self._nbytes(part, entry)))
 
 
 class _Stored:

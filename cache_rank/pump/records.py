@@ -42,7 +42,8 @@ class Op(IntEnum):
     END = 8
     """All of step `a` was sent."""
     SET = 9
-    """K and V ``[2, R, H, D]`` of the resident set of row `b` in layer `a`."""
+    """K and V ``[2, n, H, D]`` of slots of a resident set in layer `a`, from slot `b` on; those of
+    a row are behind the R slots of each row before it."""
     WEIGHTS = 10
     """Weights of samples ``[H, num_samples]`` of row `b` in layer `a`."""
     TENSOR = 11

@@ -126,6 +126,22 @@ class Side:
         found = record.view(self.kv.dtype, 2, -1, *self.kv.shape[3:])
         self.kv[record.a][:, slots[record.b : record.b + found.shape[1]]] = found
 
+    def put_set(self, out: Outbox, layer: int, row: int) -> None:
+        """Send the resident set of `row` in `layer`, in pieces."""
+        sets = [each[layer, row] for each in self.resident]
+        num_resident = len(sets[0])
+        width = max(1, PIECE_BYTES // max(1, 2 * sets[0][:1].nbytes))
+        for first in range(0, num_resident, width):
+            piece = torch.stack([each[first : first + width] for each in sets])
+            out.put(Op.SET, layer, row * num_resident + first, piece)
+
+    def write_set(self, record: Record) -> None:
+        """Store what `put_set` has sent."""
+        found = record.view(self.kv.dtype, 2, -1, *self.kv.shape[3:])
+        row, first = divmod(record.b, self.resident[0].shape[2])
+        for sets, piece in zip(self.resident, found, strict=True):
+            sets[record.a, row, first : first + len(piece)] = piece
+
 
 def _check_range(name: str, values: torch.Tensor, end: int) -> None:
     if values.is_cuda or not len(values):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,17 @@ POLICIES = pytest.mark.parametrize("policy", ["oracle", "look_ahead", "last_quer
 WAYS = pytest.mark.parametrize("way", ["records", "queued", "captured"], indirect=True)
 
 
+def settings_of(selection: Mapping[str, object]) -> RankSettings:
+    """Return settings of link `message` with a selection."""
+    return RankSettings.model_validate(
+        {
+            "selection": json.loads(json.dumps(selection_values(dict(selection)), default=vars)),
+            "placement": {"link": "message", "two_gpus": True},
+            "cache": {"capacity_tokens": 256},
+        }
+    )
+
+
 class Queue:
     """A wire within this process; what is captured at both ends uses the same tensors."""
 
@@ -91,13 +103,7 @@ class End:
             "num_recent_tokens": 4, "fetch_cap": 3, "sample_tokens": 8, "exact_layers": [2],
             "late_layers": late_layers,
         }  # fmt: skip
-        settings = RankSettings.model_validate(
-            {
-                "selection": json.loads(json.dumps(selection_values(given), default=vars)),
-                "placement": {"link": "message", "two_gpus": True},
-                "cache": {"capacity_tokens": 256},
-            }
-        )
+        settings = settings_of(given)
         shard = near or HeadShard()
         sizes = RegionSizes(
             num_slots=257, num_rows=NUM_ROWS, page_size=1, is_apart=True, shard=shard,
