@@ -96,7 +96,7 @@ class Seeder:
         """Make the sink and the latest candidates of `row` resident; ``table [length]``."""
         width = self._mirror.num_resident
         lo, hi = seed_range(len(table), selection)
-        latest = torch.arange(hi - 1, max(lo, hi - 1 - (width - lo)), -1, dtype=torch.int32)
+        latest = torch.arange(max(lo, hi - (width - lo)), hi, dtype=torch.int32).flip(0)
         chosen = torch.full((width,), -1, dtype=torch.int32)
         chosen[:lo] = torch.arange(lo, dtype=torch.int32)
         chosen[lo : lo + len(latest)] = latest

@@ -186,6 +186,22 @@ def test_rows_without_a_version_get_the_sink_and_the_latest() -> None:
     assert bool(world.pools.log_weight[1:, 1].isneginf().all())
 
 
+@pytest.mark.parametrize("length", [1, 4 + 16 - 1, 4 + 16, 4 + 16 + 1, 52 + 16 - 2, 52 + 16 - 1])
+def test_rows_that_are_short_get_all_of_their_candidates(length: int) -> None:
+    """Where nothing is attended to as a whole they have a set as well."""
+    world = world_on(Memory(), policy="look_ahead", dense_while_fits=False)
+    assert world.width == 52
+    table = world.table[2, :length].clone()
+    world.rank.resume([2], [length], [table], restored=[False], reseeded=[True])
+    candidates = set(range(max(0, length + 1 - 16)))
+    for layer in SPARSE:
+        if candidates:
+            world.check_books(layer, 2, length + 1)
+        for head in world.resident(layer, 2)[1].tolist():
+            assert set(head) - {-1} == candidates
+            assert len(head) - head.count(-1) == len(candidates)
+
+
 def test_page_bounds_are_those_of_the_steps_that_were() -> None:
     memory = Memory()
     world = world_on(memory, policy="quest")
