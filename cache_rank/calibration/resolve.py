@@ -36,10 +36,16 @@ def resolve_calibration(
 
     A policy that declares ``kascade``, and any with ``share_layers``, gets anchors from ``anchors``
     (with identity head maps), else from the file ``calibration``, else from the shipped one; one
-    that declares ``sync_kv`` clusters likewise. Others get nothing. Raises `CalibrationError` if
-    there is none, it is of another model, or the anchors do not fit the exact layers.
+    that declares ``sync_kv`` clusters likewise, and cannot share. Others get nothing. Raises
+    `CalibrationError` if there is none, it is of another model, or the anchors do not fit the exact
+    layers.
     """
     if capabilities.calibration == "sync_kv":
+        if selection.share_layers:
+            raise CalibrationError(
+                f"policy={selection.policy} shares selections over heads, not over layers; drop "
+                "--share-layers"
+            )
         found, origin = _find("sync_kv", selection, model)
         assert found.sync_kv is not None
         clusters = HeadClusters(found.sync_kv.clusters, found.sync_kv.representatives)

@@ -100,8 +100,6 @@ class SyncKVPolicy(Policy):
                 "policy=sync_kv needs head clusters: give --calibration FILE, made by "
                 "`tandemkv calibrate MODEL --policy sync_kv --out FILE`"
             )
-        if context.share is not None:
-            raise PolicyError("policy=sync_kv shares over heads; it goes without --share-layers")
         self._clusters: HeadClusters = context.clusters
 
     def make_rows(self, allocate: Allocate, num_rows: int) -> None:

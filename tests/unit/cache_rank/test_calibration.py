@@ -214,6 +214,11 @@ def test_smollm2_is_shipped_for_both() -> None:
     assert len(clusters.clusters) == 30
 
 
+def test_a_policy_that_shares_over_heads_does_not_share_over_layers() -> None:
+    with pytest.raises(CalibrationError, match=r"policy=sync_kv .*; drop --share-layers"):
+        resolve(None, SMOLLM2, policy="sync_kv", share_layers=True)
+
+
 def test_no_calibration_says_how_to_make_one() -> None:
     with pytest.raises(CalibrationError, match=r"--policy kascade --out FILE.*--anchors"):
         resolve(None)
