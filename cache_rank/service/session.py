@@ -15,8 +15,8 @@ import torch
 
 from tandemkv.cache_rank.engine.factory import create
 from tandemkv.cache_rank.policies.registry import find_policy
-from tandemkv.cache_rank.protocol.engine import Engine, PredictQuery, measure_selection
-from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.engine import Allocate, Engine, PredictQuery, measure_selection
+from tandemkv.cache_rank.protocol.errors import ContractError, ProtocolError
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import wait_for_hang_up
@@ -65,7 +65,7 @@ class SharedSession:
     Raises
     ------
     ProtocolError
-        If the tensors are not those that were agreed on.
+        If the tensors are not those that were agreed on, and what an engine like this one made.
     """
 
     def __init__(
@@ -83,11 +83,15 @@ class SharedSession:
     ) -> None:
         selection = settings.selection
         self.made = part_books(tensors, model, selection, sizes)
+        unknown = {spec.name for spec in self.made.specs}
+
+        def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            unknown.discard(name)
+            return self.made.allocate(name, shape, dtype)
+
         self.number, self._clock = epoch, clock
         self._connection, self._tensors = connection, tensors
-        pools = replace(
-            pools_of(tensors, model, selection, sizes), allocate=self.made.allocate, shard=shard
-        )
+        pools = replace(pools_of(tensors, model, selection, sizes), allocate=allocate, shard=shard)
         predict = _predictor(tensors, model, settings, shard)
         self.engine: Engine = create(
             model=model,
@@ -106,7 +110,7 @@ class SharedSession:
             self.engine,
             tensors,
             self._make_signals(flags, settings.exchange.transfer_timeout_s, sizes.shard.index),
-            self._versions(pools.log_weight),
+            self._versions(pools.log_weight, allocate),
             epoch=epoch,
             num_resident=selection.num_resident,
             is_gone=self._over.is_set,
@@ -115,6 +119,11 @@ class SharedSession:
                 model, settings, sizes, predict, first, tensors.homes.here, model_dir
             ),
         )
+        if unknown:  # only the engine and its policy know what they keep
+            raise ProtocolError(
+                f"mapped tensor {min(unknown)!r} is nothing that this engine keeps; start both "
+                "ranks with the same settings"
+            )
         self._stream = shared_stream(tensors.homes.here, FORWARD_PRIORITY)
         if self._stream is not None:  # steps come behind what was queued to make all of this
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -143,14 +152,14 @@ class SharedSession:
             remote_outputs=tensors.get("remote_outputs"),
         )
 
-    def _versions(self, log_weight: torch.Tensor | None) -> RowVersions | None:
+    def _versions(self, log_weight: torch.Tensor | None, allocate: Allocate) -> RowVersions | None:
         """Return what a step that is cut short is done again from; None if nothing is selected."""
         if not self.engine.program.selects:
             return None
         books = {name: self.made[name] for name in _VERSIONED}
         if log_weight is not None:
             books["sample_log_weight"] = log_weight
-        return RowVersions(books, self.made.allocate)
+        return RowVersions(books, allocate)
 
     @property
     def is_over(self) -> bool:

@@ -50,6 +50,28 @@ def forward(tmp_path: Path, settings: RankSettings) -> Iterator[tuple[Forward, E
         holder.close()
 
 
+def test_memory_that_no_engine_keeps_is_refused(
+    forward: tuple[Forward, Engines], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no book of an earlier engine, which would be carried on for good."""
+    played, _ = forward
+    connection = played.connection.parts[0]
+    for name in ("strange", ""):
+        if name:
+            connection._theirs.allocate(name, (3,), torch.int64)
+        connection.leave("a test")
+        caplog.clear()
+        opened = connection.open_connection(timeout_s=60)
+        names = {spec.name for spec in opened.theirs.specs}
+        assert "resident_positions" in names
+        assert "strange" not in names
+        is_refused = any(
+            "'strange' is nothing that this engine keeps" in text for text in caplog.messages
+        )
+        assert is_refused is bool(name)
+        connection.adopt(opened)
+
+
 def test_what_is_attended_to_is_that_of_an_undisturbed_run(
     forward: tuple[Forward, Engines],
 ) -> None:
