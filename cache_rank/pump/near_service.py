@@ -269,6 +269,8 @@ class NearPump:
 
         def tell(place: bytes, wires: tuple[bytes, ...]) -> bytes:
             met = caller.request(Meet(epoch, place, token, specs, is_new, wires), _TIMEOUT_S)
+            if isinstance(met, Ended):
+                raise HandshakeRefusedError("memory", met.reason)
             if not isinstance(met, Met):
                 raise ProtocolError(f"Meet was answered with {type(met).__name__}")
             return met.place

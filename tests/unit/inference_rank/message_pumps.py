@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tandemkv.cache_rank.protocol.message.keys import (
     CACHE_RANK,
     INFERENCE_RANK,
     allowed_keys,
+    make_keys,
     own_keys,
     public_key,
 )
@@ -92,6 +94,30 @@ class Pumps:
         stop, thread = self._running.pop(number)
         stop.set()
         thread.join()
+
+
+@contextmanager
+def far_played(
+    folder: Path, settings: RankSettings, config: Mapping[str, Any] = CONFIG
+) -> Iterator[tuple[FarForward, Engines]]:
+    """Yield a forward pass between two hosts, and the engines of its last cache rank."""
+    near, far = RunDir.create(folder / "near"), RunDir.create(folder / "far")
+    model_dir, keys = write_model(folder / "model", config), folder / "keys"
+    make_keys(keys)
+    engines, pumps = list[Engines](), list[Pumps]()
+    try:
+        for rank in range(settings.placement.head_shards):
+            here, there = (x.of_rank(rank, create=True) for x in (near, far))
+            engines.append(Engines(there, model_dir, settings, rank))
+            pumps.append(Pumps(here, there, settings, keys, rank))
+        played = FarForward(near, model_dir, settings)
+        played.pumps = pumps
+        yield played, engines[-1]
+        played.connection.close()
+        played.kept.close()
+    finally:
+        for each in (*pumps, *engines):
+            each.close()
 
 
 def check_same(found: list[list[torch.Tensor]], want: list[list[torch.Tensor]]) -> None:

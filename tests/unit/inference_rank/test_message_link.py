@@ -11,16 +11,13 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from clusters import write_clusters
-from message_pumps import FarForward, Pumps, by_link_shared, check_same
+from message_pumps import FarForward, Pumps, by_link_shared, check_same, far_played
 from shared_forward import LENGTHS, Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
@@ -31,7 +28,6 @@ from tandemkv.cache_rank.protocol.message.keys import (
 )
 from tandemkv.cache_rank.protocol.messages import Goodbye
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.pump import contents
 from tandemkv.cache_rank.pump.near import Progress
 from tandemkv.cache_rank.pump.near_service import NearPump
@@ -43,35 +39,12 @@ pytestmark = pytest.mark.timeout(120)
 _SELECTION = {"index_dtype": "int8", "sample_tokens": 8}
 
 
-@contextmanager
-def _played(
-    folder: Path, settings: RankSettings, config: Mapping[str, Any] = CONFIG
-) -> Iterator[tuple[FarForward, Engines]]:
-    near, far = RunDir.create(folder / "near"), RunDir.create(folder / "far")
-    model_dir, keys = write_model(folder / "model", config), folder / "keys"
-    make_keys(keys)
-    engines, pumps = list[Engines](), list[Pumps]()
-    try:
-        for rank in range(settings.placement.head_shards):
-            here, there = (x.of_rank(rank, create=True) for x in (near, far))
-            engines.append(Engines(there, model_dir, settings, rank))
-            pumps.append(Pumps(here, there, settings, keys, rank))
-        played = FarForward(near, model_dir, settings)
-        played.pumps = pumps
-        yield played, engines[-1]
-        played.connection.close()
-        played.kept.close()
-    finally:
-        for each in (*pumps, *engines):
-            each.close()
-
-
 def _compare(
     folder: Path, policy: str, selection: dict[str, object], *, two_gpus: bool = True
 ) -> None:
     want = by_link_shared(folder, policy, two_gpus=two_gpus, **selection)
     settings = settings_of(policy, {"link": "message", "two_gpus": True}, **selection)
-    with _played(folder, settings) as (played, _):
+    with far_played(folder, settings) as (played, _):
         check_same(played.run(), want)
         assert played.num_lost == 0
 
@@ -102,7 +75,7 @@ def test_two_cache_ranks_with_a_part_of_the_kv_heads(
         selection = {"exact_layers": ()}
     want = by_link_shared(tmp_path, policy, two_gpus=policy != "lfps", config=config, **selection)
     placement = {"link": "message", "two_gpus": True, "head_shards": 2}
-    with _played(tmp_path, settings_of(policy, placement, **selection), config) as (played, _):
+    with far_played(tmp_path, settings_of(policy, placement, **selection), config) as (played, _):
         check_same(played.run(), want)
         assert played.num_lost == 0
         own = [pumps.far._kept["kv"].shape[3] for pumps in played.pumps]
@@ -111,7 +84,7 @@ def test_two_cache_ranks_with_a_part_of_the_kv_heads(
 
 def test_a_goodbye_is_of_its_own_epoch(tmp_path: Path) -> None:
     settings = settings_of("last_query", {"link": "message", "two_gpus": True}, **_SELECTION)
-    with _played(tmp_path, settings) as (played, _):
+    with far_played(tmp_path, settings) as (played, _):
         want, near = played.run(), played.pumps[0].near
         epoch = near.status().epoch
         assert epoch > 0
@@ -153,7 +126,7 @@ def test_policies_that_attend_to_tokens_that_are_not_here(tmp_path: Path, policy
 def test_a_killed_cache_rank(tmp_path: Path, num_shards: int) -> None:
     placement = {"link": "message", "two_gpus": True, "head_shards": num_shards}
     settings = settings_of("last_query", placement, **_SELECTION)
-    with _played(tmp_path, settings) as (played, engines):
+    with far_played(tmp_path, settings) as (played, engines):
         want, rng = played.run(), random.Random(3)
 
         def kill() -> None:
@@ -173,7 +146,7 @@ def test_a_killed_cache_rank(tmp_path: Path, num_shards: int) -> None:
 def test_a_host_that_has_lost_the_k_and_v_is_noticed(tmp_path: Path, num_shards: int) -> None:
     placement = {"link": "message", "two_gpus": True, "head_shards": num_shards}
     settings = settings_of("last_query", placement, **_SELECTION)
-    with _played(tmp_path, settings) as (played, _):
+    with far_played(tmp_path, settings) as (played, _):
         want, connection = played.run(), played.connection
         played.pumps[-1].lose_far()
         deadline = time.monotonic() + 30
@@ -206,7 +179,7 @@ def test_who_gives_up_in_the_handshake_does_not_hold_up_the_next(
     def give_up(*_: object) -> None:
         raise CacheRankLostError("the inference rank has given up")
 
-    with _played(tmp_path, settings) as (played, _):
+    with far_played(tmp_path, settings) as (played, _):
         want, connection = played.run(), played.connection
         connection.leave("a test")
         played.link.rewind()
@@ -227,7 +200,7 @@ def test_who_gives_up_in_the_handshake_does_not_hold_up_the_next(
 def test_another_server_that_came_meanwhile_has_replaced_the_k_and_v(tmp_path: Path) -> None:
     """Who comes back after it must not go on with what that one wrote."""
     settings = settings_of("last_query", {"link": "message", "two_gpus": True}, **_SELECTION)
-    with _played(tmp_path, settings) as (played, _):
+    with far_played(tmp_path, settings) as (played, _):
         played.run()
         near = RunDir.create(tmp_path / "near2")
         far, _, keys, _ = played.pumps[0]._of_far
@@ -259,7 +232,7 @@ def test_slots_that_the_radix_tree_has_replaced(tmp_path: Path, policy: str) -> 
     finally:
         engines.close()
     settings = settings_of(policy, {"link": "message", "two_gpus": True}, **_SELECTION)
-    with _played(tmp_path, settings) as (played, _):
+    with far_played(tmp_path, settings) as (played, _):
         check_same(_with_replaced_slots(played), want)
         assert played.num_lost == 0
 
@@ -342,7 +315,7 @@ def test_k_and_v_of_earlier_prompts_are_not_kept_and_come_back(
 ) -> None:
     placement = {"link": "message", "two_gpus": True, "head_shards": num_shards}
     settings = settings_of("oracle", placement, **_SELECTION)
-    with _played(tmp_path, settings) as (played, _):
+    with far_played(tmp_path, settings) as (played, _):
         played.begin()
         name = [spec.name for spec in played.kept.specs].index("kv")
         descriptor = played.kept.descriptors[name]
