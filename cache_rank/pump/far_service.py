@@ -22,7 +22,12 @@ from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, 
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, withdraw_tensors
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids, same_gpu
-from tandemkv.cache_rank.protocol.memory.shared_region import STAMPS, RegionSizes, specs_by_life
+from tandemkv.cache_rank.protocol.memory.shared_region import (
+    STAMPS,
+    RegionSizes,
+    RegionSpecs,
+    specs_by_life,
+)
 from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane
 from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.letters import (
@@ -34,6 +39,7 @@ from tandemkv.cache_rank.protocol.message.letters import (
     Met,
     Opened,
 )
+from tandemkv.cache_rank.protocol.message.opening import most_told
 from tandemkv.cache_rank.protocol.messages import (
     PROTOCOL_VERSION,
     Goodbye,
@@ -44,8 +50,7 @@ from tandemkv.cache_rank.protocol.messages import (
     Welcome,
     refuse_version,
 )
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX, most_bytes
+from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
@@ -180,12 +185,14 @@ class FarPump:
             return meet.place
 
         try:
+            # While the other host waits to be met: it knows how long memory may take (`opening_s`).
+            specs = self._have_memory(guest, meet)
             plane, wires = meet_host(
                 CACHE_END, self._homes.here, self._door.address.host, self._settings, _TIMEOUT_S,
                 meet.token, tell, meet.wires,
             )  # fmt: skip
             try:
-                guest.session = self._begin(guest, meet, plane, wires)
+                guest.session = self._begin(guest, meet, specs, plane, wires)
             except BaseException:
                 plane.close()
                 raise
@@ -197,10 +204,12 @@ class FarPump:
         self._door.send(guest.peer, Opened(guest.welcome.epoch, self._memory))
         _LOG.info("epoch %d", guest.welcome.epoch)
 
-    def _begin(self, guest: _Guest, meet: Meet, plane: DataPlane, wires: Wires) -> PumpSession:
+    def _begin(
+        self, guest: _Guest, meet: Meet, specs: RegionSpecs, plane: DataPlane, wires: Wires
+    ) -> PumpSession:
         """Give the cache rank memory for the epoch, and start the threads."""
         settings, epoch = self._settings, guest.welcome.epoch
-        ours = self._make_memory(guest, meet, plane)
+        ours = self._fill_memory(guest, meet, specs, plane)
         connection, books = offer_tensors(
             self._run_dir.memory_socket,
             (self._kept, self._books, ours),
@@ -226,26 +235,35 @@ class FarPump:
         )
         return session
 
-    def _make_memory(self, guest: _Guest, meet: Meet, plane: DataPlane) -> MappedTensors:
-        """Have what survives the cache rank, and return what is new in this epoch."""
-        hello, selection, on_gpu = guest.hello, self._settings.selection, self._homes.are_on_gpu
+    def _have_memory(self, guest: _Guest, meet: Meet) -> RegionSpecs:
+        """Have what survives the cache rank, and return what there is to be of all lives."""
+        hello = guest.hello
         sizes = RegionSizes(
             num_slots=guest.welcome.num_slots,
             num_rows=hello.max_rows + 1,
             page_size=hello.page_size,
             is_apart=True,
         )
-        kept, own, new = specs_by_life(hello.model, selection, sizes, on_gpu=on_gpu)
+        specs = specs_by_life(
+            hello.model, self._settings.selection, sizes, on_gpu=self._homes.are_on_gpu
+        )
         check_told(meet.tensors, most_told(hello.model, self._settings))
-        self._keep((*kept, *own), meet.tensors)
+        self._keep((*specs.kept, *specs.own), meet.tensors)
+        return specs
+
+    def _fill_memory(
+        self, guest: _Guest, meet: Meet, specs: RegionSpecs, plane: DataPlane
+    ) -> MappedTensors:
+        """Receive what both ends hold, and return what is new in this epoch."""
+        hello, on_gpu = guest.hello, self._homes.are_on_gpu
         self._receive_tensors(meet, plane)
         ours = MappedTensors(self._homes)
-        ours.allocate_all(new)
+        ours.allocate_all(specs.epoch)
         if meet.is_new:  # the K/V are of no use to who had them, should that one come back
             self._memory = _new_name()
             if STAMPS in self._books:
                 self._books[STAMPS].zero_()
-            for spec in flag_specs(hello.model.num_layers, sizes.max_batch) if on_gpu else ():
+            for spec in flag_specs(hello.model.num_layers, hello.max_rows) if on_gpu else ():
                 self._kept[spec.name].zero_()  # its steps are counted anew
         if on_gpu:
             torch.cuda.synchronize(self._homes.here)
@@ -304,17 +322,6 @@ class FarPump:
 def _new_name() -> int:
     """Return what no memory was called yet; 0 is none."""
     return secrets.randbits(61) + 1
-
-
-def most_told(model: ModelSpec, settings: RankSettings) -> int:
-    """Return the most bytes for the prediction of queries: the weights of all heads come.
-
-    `model` has those of this cache rank, and others may have a KV head more.
-    """
-    count = settings.placement.head_shards
-    most = model.gqa_group_size * (model.num_kv_heads * count + count - 1)
-    whole = msgspec.structs.replace(model, num_qo_heads=most)
-    return most_bytes(whole, settings.cache.capacity_tokens)
 
 
 def check_told(told: Sequence[TensorSpec], most_bytes: int) -> None:

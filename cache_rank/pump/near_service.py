@@ -40,6 +40,7 @@ from tandemkv.cache_rank.protocol.message.letters import (
     Met,
     Opened,
 )
+from tandemkv.cache_rank.protocol.message.opening import opening_s
 from tandemkv.cache_rank.protocol.messages import (
     PROTOCOL_VERSION,
     Goodbye,
@@ -266,9 +267,10 @@ class NearPump:
             for name, x in extra.items()
         )
         token = os.urandom(TOKEN_BYTES)
+        limit_s = _TIMEOUT_S + opening_s(tensors.specs)  # the other host makes its memory first
 
         def tell(place: bytes, wires: tuple[bytes, ...]) -> bytes:
-            met = caller.request(Meet(epoch, place, token, specs, is_new, wires), _TIMEOUT_S)
+            met = caller.request(Meet(epoch, place, token, specs, is_new, wires), limit_s)
             if isinstance(met, Ended):
                 raise HandshakeRefusedError("memory", met.reason)
             if not isinstance(met, Met):
@@ -276,7 +278,7 @@ class NearPump:
             return met.place
 
         return meet_host(
-            INFERENCE_END, self._homes.here, caller.address.own_host(), self._settings, _TIMEOUT_S,
+            INFERENCE_END, self._homes.here, caller.address.own_host(), self._settings, limit_s,
             token, tell,
         )  # fmt: skip
 

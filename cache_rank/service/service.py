@@ -26,7 +26,8 @@ from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import DescriptorListener, send_tensors
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
-from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, kept_specs
+from tandemkv.cache_rank.protocol.message.opening import most_told, opening_s
 from tandemkv.cache_rank.protocol.messages import (
     TOTALS_OF_PROCESS,
     Goodbye,
@@ -231,10 +232,10 @@ class SharedEngineService:
 
     def _accept(self, epoch: int, model: ModelSpec, sizes: RegionSizes) -> SharedSession:
         """Take the inference rank's memory, and build the engine on it."""
-        exchange = self._settings.exchange
+        limit_s = self._settings.exchange.transfer_timeout_s + self._opening_s(model, sizes)
         token = self._run_dir.token
         connection, tensors = self._listener.accept(
-            self._homes, token=token, epoch=epoch, timeout_s=exchange.transfer_timeout_s
+            self._homes, token=token, epoch=epoch, timeout_s=limit_s
         )
         session: SharedSession | None = None
         try:
@@ -259,6 +260,13 @@ class SharedEngineService:
             tensors.close()
             raise
         return session
+
+    def _opening_s(self, model: ModelSpec, sizes: RegionSizes) -> float:
+        """Return how long the pump of this host may take to have the memory that it sends."""
+        if not self._settings.placement.has_far_host:
+            return 0.0
+        kept = kept_specs(model, self._settings.selection, sizes)
+        return opening_s(kept, most_told(model, self._settings))
 
     def _make_policy(self, model: ModelSpec) -> Policy:
         return make_policy(model, self._settings, self._model_dir, device=self._homes.here)

@@ -41,6 +41,7 @@ from tandemkv.cache_rank.protocol.memory.shared_region import (
     RegionSizes,
     specs_by_life,
 )
+from tandemkv.cache_rank.protocol.message.opening import opening_s
 from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello, Welcome
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -165,6 +166,9 @@ class SharedConnection:
     def open_connection(self, *, timeout_s: float) -> OpenedEpoch:
         """Meet the cache rank with new flags, ring and staging, within `timeout_s` in all.
 
+        One on another host has `opening_s` of the memory besides: by its bytes, and not by how
+        often it was met.
+
         The cache rank of the epoch before has ended then, or is ended: it maps the same memory.
         Changes nothing of this object, so that any thread may call it while no epoch is open.
 
@@ -212,7 +216,7 @@ class SharedConnection:
                 (*survivors, ours),
                 token=self._run_dir.token,
                 epoch=welcome.epoch,
-                timeout_s=max(0.1, deadline - time.monotonic()),
+                timeout_s=max(0.1, deadline - time.monotonic()) + self._opening_s(),
             )
         except BaseException:
             control.close()
@@ -222,6 +226,11 @@ class SharedConnection:
             control=control, connection=connection, ours=ours, theirs=theirs, welcome=welcome,
             has_lost_memory=self._has_lost_memory(theirs),
         )  # fmt: skip
+
+    def _opening_s(self) -> float:
+        if not self._settings.placement.has_far_host:
+            return 0.0
+        return opening_s((*self._kept.specs, *self.own.specs))
 
     def _has_lost_memory(self, theirs: MappedTensors) -> bool:
         """Whether the other host, if there is one, names other memory than that of the K/V."""

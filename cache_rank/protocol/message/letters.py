@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the two ends of a link between hosts tell each other, besides steps and K/V.
 
-The inference rank's end speaks first. `Knock` and `Meet` are answered at once, with what they ask
-for or with `Refused`; `Heartbeat` with `HeartbeatReply`. Either end may say `Ended`.
+The inference rank's end speaks first. `Knock` is answered at once, `Meet` once the cache rank's
+host has its memory (`opening.opening_s`), with what they ask for or with `Refused` or `Ended`;
+`Heartbeat` with `HeartbeatReply`. Either end may say `Ended`.
 """
 
 from __future__ import annotations

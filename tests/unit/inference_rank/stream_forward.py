@@ -71,12 +71,14 @@ def play_gpus(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def engine_of(
-    run_dir: RunDir, model_dir: Path, settings: RankSettings, rank: int = 0
-) -> Iterator[SharedEngineService]:
+    run_dir: RunDir, model_dir: Path, settings: RankSettings, rank: int = 0,
+    homes: Homes | None = None,
+) -> Iterator[SharedEngineService]:  # fmt: skip
     """Run the cache rank with number `rank`."""
     served, stop = threading.Event(), threading.Event()
     engine = SharedEngineService(
-        run_dir=run_dir, model_dir=model_dir, settings=settings, max_rows=3, homes=HOMES, rank=rank,
+        run_dir=run_dir, model_dir=model_dir, settings=settings, max_rows=3, homes=homes or HOMES,
+        rank=rank,
     )  # fmt: skip
     thread = threading.Thread(target=engine.run, args=(stop, served.set))
     thread.start()

@@ -3,14 +3,25 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from message_pumps import FarForward, far_played
+from message_pumps import FarForward, Pumps, far_played
 from shared_forward import settings_of
+from stream_forward import engine_of
+from tiny_model import write_model
 
 from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError, ProtocolError
-from tandemkv.cache_rank.pump import far_service
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.message import opening
+from tandemkv.cache_rank.protocol.message.keys import make_keys
+from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.pump import far_service, near_service
+from tandemkv.cache_rank.pump.far_service import FarPump
 
 pytestmark = pytest.mark.timeout(120)
 _SETTINGS = settings_of(
@@ -37,3 +48,45 @@ def test_why_the_other_host_does_not_meet_is_told(
             with pytest.raises(HandshakeRefusedError, match="the GPUs are of another kind"):
                 played.connection.open_connection(timeout_s=15)
         played.connection.open_connection(timeout_s=30).close()
+
+
+def test_the_time_to_have_memory_follows_its_bytes() -> None:
+    """At the rates that docs/hosts.md states."""
+    weights = TensorSpec(PREDICTOR_PREFIX + "weight", (36, 4096, 4096), "bfloat16", "host")
+    pool = TensorSpec("kv", (36, 2, 100_000, 8, 128), "bfloat16", "host")
+    assert opening.opening_s([weights]) == pytest.approx(36 * 4096 * 4096 * 2 / 50e6)
+    assert opening.opening_s([pool], 10**9) == pytest.approx(pool.nbytes / 1e9 + 20.0)
+
+
+def test_memory_that_takes_longer_than_the_handshake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends of the link wait for it as its size says, and so does the engine."""
+    limit_s, keep, taken = 4.0, FarPump._keep, list[float]()
+
+    def keep_slowly(*given: Any) -> None:
+        begun = time.monotonic()
+        time.sleep(limit_s + 2.0)
+        keep(*given)
+        taken.append(time.monotonic() - begun)
+
+    monkeypatch.setattr(FarPump, "_keep", keep_slowly)
+    monkeypatch.setattr(near_service, "_TIMEOUT_S", limit_s)
+    for rate in ("_MADE_PER_S", "_SENT_PER_S"):
+        monkeypatch.setattr(opening, rate, 1e5)
+    exchange = _SETTINGS.exchange.model_copy(update={"transfer_timeout_s": limit_s})
+    settings = _SETTINGS.model_copy(update={"exchange": exchange})
+    near, far = RunDir.create(tmp_path / "near"), RunDir.create(tmp_path / "far")
+    model_dir = write_model(tmp_path / "model")
+    make_keys(tmp_path / "keys")
+    with engine_of(far, model_dir, settings, homes=Homes.on_host()):
+        pumps = Pumps(near, far, settings, tmp_path / "keys")
+        try:
+            played = FarForward(near, model_dir, settings)
+            _leave(played)
+            played.connection.open_connection(timeout_s=limit_s).close()
+            played.kept.close()
+        finally:
+            pumps.close()
+    assert min(taken) > limit_s
+    assert len(taken) == 2
