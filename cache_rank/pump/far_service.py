@@ -14,7 +14,12 @@ import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError, ProtocolError, TandemKVError
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankLostError,
+    HandshakeRefusedError,
+    ProtocolError,
+    TandemKVError,
+)
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
@@ -65,6 +70,7 @@ from .stream_lanes import rehearse_flags
 _LOG = logging.getLogger(__name__)
 _POLL_S, _TIMEOUT_S = 0.05, 20.0
 _MAX_TEXT = 4096
+_STOPS = "the cache rank's host stops"
 
 
 @dataclass
@@ -96,6 +102,8 @@ class FarPump:
         self._kept, self._books = MappedTensors(self._homes), MappedTensors(self._homes)
         self._memory = 0
         self._guest: _Guest | None = None
+        self._opening: DataPlane | None = None
+        self._stop = threading.Event()
         rehearse_flags(self._homes.here, settings.exchange.transfer_timeout_s)
         self._heartbeat = HeartbeatClient(run_dir.heartbeat_socket, settings.exchange, self._end)
 
@@ -103,6 +111,8 @@ class FarPump:
         """Serve until `stop` is set."""
         if self._homes.are_on_gpu:
             torch.cuda.set_device(self._homes.here)  # of this thread
+        self._stop = stop
+        threading.Thread(target=self._abort_once_it_stops, name="stop", daemon=True).start()
         try:
             while not stop.is_set():
                 received = self._door.receive(_POLL_S)
@@ -110,7 +120,7 @@ class FarPump:
                     self._handle(*received)
                 self._tend()
         finally:
-            self._close_epoch("the cache rank's host stops")
+            self._close_epoch(_STOPS)
             self._door.close()
             self._kept.close()
             self._books.close()
@@ -191,11 +201,16 @@ class FarPump:
                 CACHE_END, self._homes.here, self._door.address.host, self._settings, _TIMEOUT_S,
                 meet.token, tell, meet.wires,
             )  # fmt: skip
+            self._opening = plane
             try:
+                if self._stop.is_set():  # before it could be aborted
+                    raise CacheRankLostError(_STOPS)
                 guest.session = self._begin(guest, meet, specs, plane, wires)
             except BaseException:
                 plane.close()
                 raise
+            finally:
+                self._opening = None
         except (TandemKVError, RuntimeError, OSError, ValueError) as error:
             self._close_epoch(str(error))  # too large as well: another epoch may be sound
             return
@@ -283,13 +298,20 @@ class FarPump:
 
     def _receive_tensors(self, meet: Meet, plane: DataPlane) -> None:
         while True:
-            for record in read_records(plane.receive()):
+            for record in read_records(plane.receive(self._settings.exchange.transfer_timeout_s)):
                 if record.op is Op.END:
                     return
                 if record.op is not Op.TENSOR or not 0 <= record.a < len(meet.tensors):
                     raise ProtocolError(f"{record.op.name} came before the tensors")
                 whole = self._kept[meet.tensors[record.a].name].view(-1).view(torch.uint8)
                 whole[record.b : record.b + len(record.content)] = record.content
+
+    def _abort_once_it_stops(self) -> None:
+        """End a wait for what is sent before an epoch: no other thread of it is there yet."""
+        self._stop.wait()
+        plane = self._opening
+        if plane is not None:
+            plane.abort(_STOPS)
 
     def _end(self, reason: str) -> None:
         guest = self._guest

@@ -5,8 +5,8 @@ Built around what gloo does to those who are careless:
 
 - A receive smaller than the message kills the process. Each message is two transfers: a header of
   fixed size, and a body of the bytes that the header names, which are checked first.
-- A wait that times out closes the pair for good. `receive` waits without a limit; `abort` uses the
-  same fact to break every wait at once (the process group's own ``abort`` does nothing).
+- A wait that times out closes the pair for good. In an epoch `receive` has no limit; `abort` uses
+  the same fact to break every wait at once (the process group's own ``abort`` does nothing).
 - Its stores listen on every interface, or need a shared folder. Here each end has a store of its
   own that nobody else sees, and the one entry that the other needs travels over the authenticated
   control connection (`door`). gloo itself listens on the interface that it is told, from the
@@ -177,14 +177,15 @@ class DataPlane:
         self._do(lambda group: group.send([body], self._peer, _BODY_TAG), self._timeout)
         self.bytes_sent += body.numel()
 
-    def receive(self) -> torch.Tensor:
-        """Return the next message, ``[n]`` uint8; waits until there is one.
+    def receive(self, limit_s: float | None = None) -> torch.Tensor:
+        """Return the next message, ``[n]`` uint8; waits `limit_s` for it, by default for ever.
 
-        Raises `CacheRankLostError` if the other end is gone, or `abort` was called; `ProtocolError`
-        if what comes is no message; the pair is broken then.
+        Raises `CacheRankLostError` if the other end is gone, or silent for `limit_s`, or `abort`
+        was called; `ProtocolError` if what comes is no message; the pair is broken then.
         """
         header = self._received
-        self._do(lambda group: group.recv([header], self._peer, _HEADER_TAG), _FOREVER)
+        limit = _FOREVER if limit_s is None else timedelta(seconds=limit_s)
+        self._do(lambda group: group.recv([header], self._peer, _HEADER_TAG), limit)
         magic, number, size = header.tolist()
         self._num_received += 1
         if magic != _MAGIC or number != self._num_received or not 0 < size <= MAX_BODY_BYTES:

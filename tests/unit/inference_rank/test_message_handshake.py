@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,11 @@ from shared_forward import settings_of
 from stream_forward import engine_of
 from tiny_model import write_model
 
-from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError, ProtocolError
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankLostError,
+    HandshakeRefusedError,
+    ProtocolError,
+)
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.message import opening
@@ -22,6 +29,7 @@ from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREF
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.pump import far_service, near_service
 from tandemkv.cache_rank.pump.far_service import FarPump
+from tandemkv.cache_rank.pump.near_service import NearPump
 
 pytestmark = pytest.mark.timeout(120)
 _SETTINGS = settings_of(
@@ -90,3 +98,53 @@ def test_memory_that_takes_longer_than_the_handshake(
             pumps.close()
     assert min(taken) > limit_s
     assert len(taken) == 2
+
+
+@contextmanager
+def _silent_near(played: FarForward) -> Iterator[threading.Event]:
+    """Have the inference rank's host fall silent before the tensors; yields when it has met."""
+    go_on, is_silent = threading.Event(), threading.Event()
+
+    def fall_silent(*_: object) -> None:
+        is_silent.set()
+        go_on.wait()
+        raise CacheRankLostError("it was silent")
+
+    def open_in_vain() -> None:
+        with pytest.raises((CacheRankLostError, HandshakeRefusedError)):
+            played.connection.open_connection(timeout_s=30)
+
+    _leave(played)
+    opening_it = threading.Thread(target=open_in_vain)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(NearPump, "_hand_over", fall_silent)
+        opening_it.start()
+        try:
+            assert is_silent.wait(30)
+            yield go_on
+        finally:
+            go_on.set()
+            opening_it.join()
+
+
+def test_a_host_that_falls_silent_before_its_tensors_is_given_up(tmp_path: Path) -> None:
+    exchange = _SETTINGS.exchange.model_copy(update={"transfer_timeout_s": 2.0})
+    settings = _SETTINGS.model_copy(update={"exchange": exchange})
+    with far_played(tmp_path, settings) as (played, _):
+        far = played.pumps[0].far
+        with _silent_near(played):
+            deadline = time.monotonic() + 20
+            while far._guest is not None:
+                assert time.monotonic() < deadline, "the far end still waits"
+                time.sleep(0.05)
+        played.connection.open_connection(timeout_s=30).close()
+
+
+def test_a_pump_that_waits_for_tensors_stops(tmp_path: Path) -> None:
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        stop, thread = played.pumps[0]._running[0]
+        with _silent_near(played):
+            time.sleep(0.5)  # it is in the wait by now; before it, it does not begin one
+            stop.set()
+            thread.join(15)
+            assert not thread.is_alive()
