@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from .errors import CacheRankLostError
 from .fault_points import reach
-from .ipc import IpcDealer, IpcRouter, readable
+from .ipc import IpcDealer, IpcRouter, making_socket, readable
 from .messages import Message
 from .run_dir import RunDir
 
@@ -44,11 +44,15 @@ class ControlServer(IpcRouter):
 
 
 class ControlClient(IpcDealer):
-    """The inference rank's end; for one thread and one epoch."""
+    """The inference rank's end; for one thread and one epoch.
+
+    Raises `CacheRankError` if there is no socket to be had.
+    """
 
     def __init__(self, run_dir: RunDir) -> None:
         self._is_connected = self._was_cut_off = False
-        super().__init__(run_dir.control_socket)
+        with making_socket(run_dir.control_socket):
+            super().__init__(run_dir.control_socket)
         self._run_dir = run_dir
 
     def _before_connecting(self) -> None:

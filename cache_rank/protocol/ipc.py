@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -105,7 +106,10 @@ class IpcRouter(Router[Message]):
 
 
 class Dealer(Generic[T]):
-    """A calling socket, not connected yet; errors name the `place` that it calls."""
+    """A calling socket, not connected yet; errors name the `place` that it calls.
+
+    Raises `zmq.ZMQError` if there are hardly any descriptors left; see `making_socket`.
+    """
 
     def __init__(self, codec: Codec[T], place: object) -> None:
         self._codec, self._place = codec, place
@@ -196,6 +200,20 @@ def _require_descriptors() -> None:
                 held.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             raise zmq.ZMQError(error.errno) from error
+
+
+@contextlib.contextmanager
+def making_socket(place: object) -> Iterator[None]:
+    """Raise `CacheRankError` where zmq has no socket for us.
+
+    Not for who asks whether another process lives: that one is well, and we lack descriptors.
+    """
+    try:
+        yield
+    except zmq.ZMQError as error:
+        raise CacheRankError(
+            f"{place} cannot be called: {error}; this process may lack descriptors (ulimit -n)"
+        ) from error
 
 
 def readable(socket: zmq.Socket[bytes], deadline: float) -> bool:

@@ -174,12 +174,14 @@ class FarPump:
             self._door.send(peer, Refused(field="gpus", message=reason))
             return
         self._close_epoch("a new inference rank came")
-        hello = msgspec.structs.replace(knock.hello, token=self._run_dir.token, gpus=gpus)
-        control = ControlClient(self._run_dir)
+        control: ControlClient | None = None
         try:
+            hello = msgspec.structs.replace(knock.hello, token=self._run_dir.token, gpus=gpus)
+            control = ControlClient(self._run_dir)
             welcome = open_epoch(control, hello, _TIMEOUT_S)
-        except TandemKVError as error:
-            control.close()
+        except (TandemKVError, OSError) as error:  # we may lack descriptors
+            if control is not None:
+                control.close()
             _LOG.warning("refused: %s", error)
             is_refused = isinstance(error, HandshakeRefusedError)
             name = error.field if isinstance(error, HandshakeRefusedError) else "cache_rank"
@@ -211,11 +213,11 @@ class FarPump:
                 raise
             finally:
                 self._opening = None
+            self._heartbeat.start(guest.welcome.epoch)
         except (TandemKVError, RuntimeError, OSError, ValueError) as error:
             self._close_epoch(str(error))  # too large as well: another epoch may be sound
             return
         guest.pulse.hear()
-        self._heartbeat.start(guest.welcome.epoch)
         self._door.send(guest.peer, Opened(guest.welcome.epoch, self._memory))
         _LOG.info("epoch %d", guest.welcome.epoch)
 

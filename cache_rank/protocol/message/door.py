@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
     HandshakeRefusedError,
 )
-from tandemkv.cache_rank.protocol.ipc import ZAP_DOMAIN, Dealer, Router, readable
+from tandemkv.cache_rank.protocol.ipc import ZAP_DOMAIN, Dealer, Router, making_socket, readable
 from tandemkv.cache_rank.protocol.messages import Refused
 
 from .address import LinkAddress
@@ -98,12 +98,21 @@ class Door(Router[Letter]):
 class Caller(Dealer[Letter]):
     """The inference rank's end, for one epoch. Used by one thread.
 
-    `keys` are our own, `server` is the cache rank's public key.
+    `keys` are our own, `server` is the cache rank's public key. Raises `CacheRankError` if there is
+    no socket to be had.
     """
 
     def __init__(self, address: LinkAddress, keys: KeyPair, server: bytes) -> None:
-        super().__init__(CODEC, address)
         self.address = address
+        with making_socket(address):
+            super().__init__(CODEC, address)
+            try:
+                self._connect(address, keys, server)
+            except BaseException:
+                self._context.destroy(linger=0)
+                raise
+
+    def _connect(self, address: LinkAddress, keys: KeyPair, server: bytes) -> None:
         self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.curve_serverkey = server

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from message_pumps import FarForward, Pumps, far_played
 from shared_forward import settings_of
 from stream_forward import engine_of
 from tiny_model import write_model
 
+from tandemkv.cache_rank.protocol import ipc
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
     HandshakeRefusedError,
@@ -148,3 +151,25 @@ def test_a_pump_that_waits_for_tensors_stops(tmp_path: Path) -> None:
             stop.set()
             thread.join(15)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["far", "near"])
+def test_a_pump_that_lacks_descriptors_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The far one has all K/V."""
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        thread, require = played.pumps[0]._running[number][1], ipc._require_descriptors
+
+        def require_here() -> None:
+            if threading.current_thread() is thread:
+                raise zmq.ZMQError(errno.EMFILE)
+            require()
+
+        _leave(played)
+        with monkeypatch.context() as patched:
+            patched.setattr(ipc, "_require_descriptors", require_here)
+            with pytest.raises(HandshakeRefusedError, match="Too many open files"):
+                played.connection.open_connection(timeout_s=15)
+        assert thread.is_alive()
+        played.connection.open_connection(timeout_s=30).close()
