@@ -225,32 +225,45 @@ class FarPump:
         self, guest: _Guest, meet: Meet, specs: RegionSpecs, plane: DataPlane, wires: Wires
     ) -> PumpSession:
         """Give the cache rank memory for the epoch, and start the threads."""
-        settings, epoch = self._settings, guest.welcome.epoch
-        ours = self._fill_memory(guest, meet, specs, plane)
-        connection, books = offer_tensors(
-            self._run_dir.memory_socket,
-            (self._kept, self._books, ours),
-            token=self._run_dir.token,
-            epoch=epoch,
-            timeout_s=_TIMEOUT_S,
-        )
+        epoch, ours = guest.welcome.epoch, MappedTensors(self._homes)
+        try:
+            ours.allocate_all(specs.epoch)
+            self._fill_memory(guest, meet, plane)
+            connection, books = offer_tensors(
+                self._run_dir.memory_socket,
+                (self._kept, self._books, ours),
+                token=self._run_dir.token,
+                epoch=epoch,
+                timeout_s=_TIMEOUT_S,
+            )
+        except BaseException:
+            ours.close()
+            raise
         self._books.close()
         self._books = books
         session = PumpSession(epoch, plane, connection, (ours,))
-        view = MappedTensors(self._homes)
-        view.borrow(self._kept, ours)
-        hello, traits = guest.hello, guest.welcome.traits
-        program = EngineProgram(hello.model, settings, traits, page_size=hello.page_size)
-        side = Side(view, program, settings.selection, session.is_over)
-        announced, out = Announced(), Outbox(plane)
-        received, sent = Contents(side), Contents(side, books.get("resident_positions"))
-        lanes = make_lanes(side, sent, received, out, wires, settings.exchange.transfer_timeout_s)
+        try:
+            view = MappedTensors(self._homes)
+            view.borrow(self._kept, ours)
+            hello, traits = guest.hello, guest.welcome.traits
+            program = EngineProgram(hello.model, self._settings, traits, page_size=hello.page_size)
+            side = Side(view, program, self._settings.selection, session.is_over)
+            self._start(session, side, wires)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def _start(self, session: PumpSession, side: Side, wires: Wires) -> None:
+        plane, announced, out = session.plane, Announced(), Outbox(session.plane)
+        received, sent = Contents(side), Contents(side, self._books.get("resident_positions"))
+        limit_s = self._settings.exchange.transfer_timeout_s
+        lanes = make_lanes(side, sent, received, out, wires, limit_s)
         session.start(
             lanes,
             FarReceiver(side, received.plan, plane, lanes.receives, announced).run,
             FarSender(side, sent, out, lanes.sends, announced).run,
         )
-        return session
 
     def _have_memory(self, guest: _Guest, meet: Meet) -> RegionSpecs:
         """Have what survives the cache rank, and return what there is to be of all lives."""
@@ -268,14 +281,10 @@ class FarPump:
         self._keep((*specs.kept, *specs.own), meet.tensors)
         return specs
 
-    def _fill_memory(
-        self, guest: _Guest, meet: Meet, specs: RegionSpecs, plane: DataPlane
-    ) -> MappedTensors:
-        """Receive what both ends hold, and return what is new in this epoch."""
+    def _fill_memory(self, guest: _Guest, meet: Meet, plane: DataPlane) -> None:
+        """Receive what both ends hold, and empty what a new inference rank begins with."""
         hello, on_gpu = guest.hello, self._homes.are_on_gpu
         self._receive_tensors(meet, plane)
-        ours = MappedTensors(self._homes)
-        ours.allocate_all(specs.epoch)
         if meet.is_new:  # the K/V are of no use to who had them, should that one come back
             self._memory = _new_name()
             if STAMPS in self._books:
@@ -284,7 +293,6 @@ class FarPump:
                 self._kept[spec.name].zero_()  # its steps are counted anew
         if on_gpu:
             torch.cuda.synchronize(self._homes.here)
-        return ours
 
     def _keep(self, specs: tuple[TensorSpec, ...], told: tuple[TensorSpec, ...]) -> None:
         """Have the memory that survives the cache rank, other sizes begin anew; and `told`."""

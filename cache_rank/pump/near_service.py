@@ -200,7 +200,8 @@ class NearPump:
             if not self._control.send(peer, reply.welcome):
                 raise CacheRankLostError("the inference rank has given up")
             self._session = self._begin(caller, hello, reply.welcome)
-        except TandemKVError as error:
+        # A GPU that fails, or too large: another epoch may be sound.
+        except (TandemKVError, RuntimeError, OSError, ValueError) as error:
             field = error.field if isinstance(error, HandshakeRefusedError) else "cache_rank"
             _LOG.warning("no epoch: %s", error)
             self._control.send(peer, Refused(field=field, message=str(error)[:_MAX_TEXT]))
@@ -242,19 +243,25 @@ class NearPump:
                 raise CacheRankLostError(f"the inference rank is gone: {error}") from error
             raise
         session = PumpSession(welcome.epoch, plane, connection, (tensors, made))
-        program = EngineProgram(
-            hello.model, self._settings, welcome.traits, page_size=hello.page_size
-        )
-        selection = self._settings.selection
-        side = Side(tensors, program, selection, session.is_over, shard)
-        progress = Progress(side)
+        try:
+            program = EngineProgram(
+                hello.model, self._settings, welcome.traits, page_size=hello.page_size
+            )
+            side = Side(tensors, program, self._settings.selection, session.is_over, shard)
+            self._start(session, side, wires)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def _start(self, session: PumpSession, side: Side, wires: Wires) -> None:
+        plane, progress = session.plane, Progress(side)
         sent, received, out = Contents(side), Contents(side), Outbox(plane, progress.note)
         lanes = make_lanes(side, sent, received, out, wires, self._exchange.transfer_timeout_s)
         receiver = NearReceiver(side, received.plan, plane, lanes.receives, progress)
         sender = NearSender(side, sent.plan, out, lanes.sends, receiver)
         queues = (receiver.run_queued,) if lanes.receives.is_queued else ()
         session.start(lanes, sender.run, receiver.run, *queues)
-        return session
 
     def _meet(
         self, caller: Caller, epoch: int, tensors: MappedTensors, extra: Mapping[str, torch.Tensor]

@@ -95,8 +95,8 @@ class PumpSession:
         self._lanes = lanes
         for work in (*works, *lanes.watches(self.await_over)):
             thread = threading.Thread(target=self._run, args=(work,), name="pump", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def is_over(self) -> bool:
         """Whether the epoch has ended."""

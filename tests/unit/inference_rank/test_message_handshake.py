@@ -33,6 +33,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.pump import far_service, near_service
 from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
+from tandemkv.cache_rank.pump.session import PumpSession
 
 pytestmark = pytest.mark.timeout(120)
 _SETTINGS = settings_of(
@@ -172,4 +173,41 @@ def test_a_pump_that_lacks_descriptors_refuses(
             with pytest.raises(HandshakeRefusedError, match="Too many open files"):
                 played.connection.open_connection(timeout_s=15)
         assert thread.is_alive()
+        played.connection.open_connection(timeout_s=30).close()
+
+
+@pytest.mark.parametrize("service", [far_service, near_service])
+def test_lanes_that_cannot_be_made_end_the_epoch_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Any
+) -> None:
+    """As where NCCL fails, or a GPU has no memory left; nothing of the epoch stays open."""
+    sessions = list[PumpSession]()
+
+    class Noted(PumpSession):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            sessions.append(self)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("NCCL error")
+
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        _leave(played)
+        with monkeypatch.context() as patched:
+            patched.setattr(service, "make_lanes", fail)
+            patched.setattr(service, "PumpSession", Noted)
+            if service is far_service:
+                with pytest.raises(HandshakeRefusedError, match="NCCL error"):
+                    played.connection.open_connection(timeout_s=15)
+            else:  # it has told of its memory by then, and hangs up
+                opened = played.connection.open_connection(timeout_s=15)
+                deadline = time.monotonic() + 15
+                while not opened.is_gone:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                opened.close()
+        (session,) = sessions
+        assert session.connection.fileno() == -1
+        assert all(not tensors.specs for tensors in session._tensors)
+        assert all(thread.is_alive() for _, thread in played.pumps[0]._running)
         played.connection.open_connection(timeout_s=30).close()
