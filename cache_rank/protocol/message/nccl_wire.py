@@ -25,6 +25,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -247,13 +248,15 @@ def interface_name(address: str) -> str:
     wanted, near = ipaddress.ip_address(address), ""
     for name, found in psutil.net_if_addrs().items():
         for each in found:
-            with contextlib.suppress(ValueError):  # a hardware address
-                here = ipaddress.ip_interface(f"{each.address.partition('%')[0]}/{each.netmask}")
-                if here.ip == wanted:
-                    return name
-                # Any address of the loopback network is this machine's.
-                if here.ip.is_loopback and wanted in here.network:
-                    near = name
+            if each.family not in (socket.AF_INET, socket.AF_INET6):  # a hardware address
+                continue
+            here = ipaddress.ip_address(each.address.partition("%")[0])
+            if here == wanted:
+                return name
+            # Any address of the loopback network is this machine's; that of IPv6 has one alone.
+            if here.is_loopback and here.version == 4:
+                whole = ipaddress.ip_interface(f"{here}/{each.netmask}").network
+                near = name if wanted in whole else near
     if not near:
         raise SettingsError(
             f"interface {address} is none of this machine; name an address that it has"

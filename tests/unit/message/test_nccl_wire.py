@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
 
@@ -237,6 +239,29 @@ def test_it_meets_on_the_interface_of_an_address(
     prepare_nccl(address)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_an_interface_with_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its netmask is written in a way that `ipaddress` does not read, and a scope may follow."""
+    one, half = ":".join(["ffff"] * 8), "ffff:ffff:ffff:ffff::"
+    hardware = SimpleNamespace(family=socket.AF_PACKET, address="02:fc:00:00:00:01", netmask=None)
+
+    def found(address: str, netmask: str) -> SimpleNamespace:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return SimpleNamespace(family=family, address=address, netmask=netmask)
+
+    interfaces = {
+        "lo": [found("127.0.0.1", "255.0.0.0"), found("::1", one), hardware],
+        "eth0": [hardware, found("192.0.2.2", "255.255.255.0"), found("fd00::2", half)],
+        "eth1": [found("fe80::fc:ff:fe00:1%eth1", half)],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    assert interface_name("::1") == "lo"
+    assert interface_name("fd00::2") == "eth0"
+    assert interface_name("fe80::fc:ff:fe00:1") == "eth1"
+    for other in ("fd00::3", "::2", "192.0.2.3"):  # of the same network, and of another machine
+        with pytest.raises(SettingsError, match="none of this machine"):
+            interface_name(other)
 
 
 def _forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
