@@ -96,9 +96,11 @@ class NearPump:
         self._caller: Caller | None = None
         self._pulse = Pulse(self._exchange)
         rehearse_flags(self._homes.here, self._exchange.transfer_timeout_s)
-        self._control = ControlServer(run_dir)
-        try:
+        with contextlib.ExitStack() as made:
+            self._control = ControlServer(run_dir)
+            made.callback(self._control.close)
             self._listener = DescriptorListener(run_dir.memory_socket)
+            made.callback(self._listener.close)
             self._heartbeat = HeartbeatServer(
                 run_dir.heartbeat_socket,
                 self._exchange,
@@ -106,9 +108,7 @@ class NearPump:
                 status=self.status,
                 on_silence=self._end_silent,
             )
-        except BaseException:
-            self._control.close()
-            raise
+            made.pop_all()
 
     def run(self, stop: threading.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set."""

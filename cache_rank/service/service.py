@@ -85,9 +85,11 @@ class SharedEngineService:
         self._homes, self._gpus = homes, gpu_uuids(homes)
         self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None
-        self._control = ControlServer(run_dir)
-        try:
+        with contextlib.ExitStack() as made:
+            self._control = ControlServer(run_dir)
+            made.callback(self._control.close)
             self._listener = DescriptorListener(run_dir.memory_socket)
+            made.callback(self._listener.close)
             self._heartbeat = HeartbeatServer(
                 run_dir.heartbeat_socket,
                 settings.exchange,
@@ -95,9 +97,7 @@ class SharedEngineService:
                 status=self.status,
                 on_silence=self._abort_epoch,
             )
-        except BaseException:
-            self._control.close()
-            raise
+            made.pop_all()
 
     def run(self, stop: threading.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Do steps and answer until `stop` is set, then close everything."""

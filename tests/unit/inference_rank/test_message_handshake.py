@@ -20,20 +20,30 @@ from tiny_model import write_model
 
 from tandemkv.cache_rank.protocol import ipc
 from tandemkv.cache_rank.protocol.errors import (
+    CacheRankError,
     CacheRankLostError,
     HandshakeRefusedError,
     ProtocolError,
 )
+from tandemkv.cache_rank.protocol.ipc import IpcRouter, server_pid
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.message import opening
-from tandemkv.cache_rank.protocol.message.keys import make_keys
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.message.keys import (
+    CACHE_RANK,
+    INFERENCE_RANK,
+    make_keys,
+    own_keys,
+    public_key,
+)
 from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.pump import far_service, near_service
 from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.cache_rank.pump.session import PumpSession
+from tandemkv.cache_rank.service.service import SharedEngineService
 
 pytestmark = pytest.mark.timeout(120)
 _SETTINGS = settings_of(
@@ -211,3 +221,28 @@ def test_lanes_that_cannot_be_made_end_the_epoch_alone(
         assert all(not tensors.specs for tensors in session._tensors)
         assert all(thread.is_alive() for _, thread in played.pumps[0]._running)
         played.connection.open_connection(timeout_s=30).close()
+
+
+@pytest.mark.parametrize("is_pump", [False, True], ids=["engine", "pump"])
+def test_what_cannot_serve_leaves_nothing_open(tmp_path: Path, *, is_pump: bool) -> None:
+    """Its third socket is another's; the others can be served behind it."""
+    run_dir, model_dir = RunDir.create(tmp_path / "run"), write_model(tmp_path / "model")
+    make_keys(tmp_path / "keys")
+    keys = own_keys(tmp_path / "keys", INFERENCE_RANK), public_key(tmp_path / "keys", CACHE_RANK)
+
+    def make() -> object:
+        if is_pump:
+            return NearPump(run_dir, _SETTINGS, LinkAddress("127.0.0.1", 1), *keys)
+        return SharedEngineService(
+            run_dir=run_dir, model_dir=model_dir, settings=_SETTINGS, max_rows=3,
+            homes=Homes.on_host(),
+        )  # fmt: skip
+
+    other = IpcRouter(run_dir.heartbeat_socket)
+    try:
+        with pytest.raises(CacheRankError, match="another live process serves it"):
+            make()
+    finally:
+        other.close()
+    assert not run_dir.memory_socket.exists()
+    assert server_pid(run_dir.control_socket) is None
