@@ -264,7 +264,7 @@ def test_a_link_that_takes_long_over_a_prompt_is_not_lost(
     monkeypatch.setattr(contents, "PIECE_BYTES", 4096)
     settings = settings_of("oracle", {"link": "message", "two_gpus": True}, **_SELECTION)
     send, sent = DataPlane.send, list[int]()
-    with _played(tmp_path, settings) as (played, _):
+    with far_played(tmp_path, settings) as (played, _):
         patience_s = limit_s(settings.exchange)
 
         def send_slowly(plane: DataPlane, body: torch.Tensor) -> None:
@@ -338,7 +338,7 @@ def test_of_requests_that_are_taken_up_only_what_is_read_comes_back(
     """Sink, latest tokens and samples; what lies between stays on the cache rank's host."""
     placement = {"link": "message", "two_gpus": True, "head_shards": num_shards}
     settings = settings_of("oracle", placement, **_SELECTION)
-    with _played(tmp_path, settings) as (played, _):
+    with far_played(tmp_path, settings) as (played, _):
         played.begin()
         steps = [played.until_done(lambda n=n: played.decode(n)) for n in range(1, 5)]  # type: ignore[misc]
         played.kept["kv"].zero_()
