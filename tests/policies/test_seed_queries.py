@@ -15,5 +15,5 @@ def test_more_queries_than_are_handed_over_are_refused(
     policy: str, option: dict[str, int], make_bench: Any
 ) -> None:
     make_bench(policy, options=option, seed_window=65)
-    with pytest.raises(PolicyError, match=r"=65: the last 64 queries .* selection.seed_window"):
+    with pytest.raises(PolicyError, match=r"=65: the last 64 queries .* raise --seed-window"):
         make_bench(policy, options=option)
