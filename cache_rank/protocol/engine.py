@@ -44,8 +44,8 @@ class DenseLengths:
 
     Between the two nothing that is selected is used yet: the fetch cap bounds how fast a
     resident set can follow, so it starts `WARM_UP_STEPS` early, and is made in each of them,
-    whatever `refresh_every` is. No request begins with a cold
-    set: longer prompts are seeded by their last queries.
+    whatever `refresh_every` is. No request begins with a cold set: longer prompts are seeded by
+    their last queries.
     """
 
     num_dense: int

@@ -195,14 +195,14 @@ def link_keys(
 
     Each host needs its own .key_secret file, and both .key files. Keys that are there are kept.
     """
-    from tandemkv.cache_rank.protocol.message.keys import make_keys, secret_keys
+    from tandemkv.cache_rank.protocol.message.keys import key_files, make_keys
 
     made = make_keys(folder)
     for path in made:
         typer.echo(str(path))
-    for path in secret_keys(folder):
+    for path in key_files(folder):
         if path not in made:
-            typer.echo(f"kept: {path}, and its public key", err=True)
+            typer.echo(f"kept: {path}", err=True)
 
 
 @app.command()

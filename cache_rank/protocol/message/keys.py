@@ -32,13 +32,14 @@ class KeyPair:
 def make_keys(folder: Path) -> tuple[Path, ...]:
     """Make the keys of both ends in `folder`, which is made if need be; those there are kept.
 
-    Returns the files that were made. Raises `SettingsError` if they cannot be written.
+    So is a public key without its secret one, which is on the other host. Returns the files that
+    were made. Raises `SettingsError` if they cannot be written.
     """
     made: list[Path] = []
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for end in (CACHE_RANK, INFERENCE_RANK):
-            if not (folder / f"{end}{_SECRET}").exists():
+            if not any(path.exists() for path in _files(folder, end)):
                 # Not there at once: they are written as the umask says.
                 with tempfile.TemporaryDirectory(dir=folder) as private:  # of mode 0700
                     for name in zmq.auth.create_certificates(private, end):
@@ -50,10 +51,14 @@ def make_keys(folder: Path) -> tuple[Path, ...]:
     return tuple(made)
 
 
-def secret_keys(folder: Path) -> tuple[Path, ...]:
-    """Return the files of secret keys that are in `folder`, of both ends."""
-    paths = (folder / f"{end}{_SECRET}" for end in (CACHE_RANK, INFERENCE_RANK))
+def key_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files of keys that are in `folder`, of both ends."""
+    paths = (path for end in (CACHE_RANK, INFERENCE_RANK) for path in _files(folder, end))
     return tuple(path for path in paths if path.exists())
+
+
+def _files(folder: Path, end: str) -> tuple[Path, Path]:
+    return folder / f"{end}{_SECRET}", folder / f"{end}{_PUBLIC}"
 
 
 def own_keys(folder: Path, end: str) -> KeyPair:

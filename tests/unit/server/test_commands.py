@@ -245,8 +245,11 @@ def test_link_keys_says_what_it_keeps(runner: CliRunner, tmp_path: Path) -> None
     assert (len(made.stdout.splitlines()), made.stderr) == (4, "")
     again = runner.invoke(app, words)
     assert (again.exit_code, again.stdout) == (0, "")
-    assert [line[:6] for line in again.stderr.splitlines()] == ["kept: "] * 2
-    (tmp_path / "keys" / "cache_rank.key_secret").unlink()
+    assert [line[:6] for line in again.stderr.splitlines()] == ["kept: "] * 4
+    (tmp_path / "keys" / "cache_rank.key_secret").unlink()  # it is on the other host
+    theirs = runner.invoke(app, words)
+    assert (theirs.stdout, len(theirs.stderr.splitlines())) == ("", 3)
+    (tmp_path / "keys" / "cache_rank.key").unlink()
     half = runner.invoke(app, words)
     assert len(half.stdout.splitlines()) == 2
     assert "inference_rank.key_secret" in half.stderr
