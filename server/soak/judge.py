@@ -131,6 +131,8 @@ def _of_faults(found: Findings, windows: Windows) -> Iterable[Check]:
             f"0, at most {allowed_s:g}",
             not late,
         )
+    error = found.watch.error
+    yield Check("the server was watched to the end", error or "yes", "yes", not error)
     restarts = [each for each in found.watch.restarts if not windows.during(each.time, each.time)]
     yield _none("restarts that no fault explains", len(restarts))
     unready = [

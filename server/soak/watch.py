@@ -48,14 +48,15 @@ class Watch:
     """Looks at the server twice a second, from a thread of its own.
 
     `processes` is None if the server is not on this host. `unready`, `restarts`, `memory` and
-    `machine` are what was seen; the last (time, load average, CPU time of others in cores).
+    `machine` are what was seen; the last (time, load average, CPU time of others in cores). `error`
+    is why it saw no more, empty if it looked until `stop`.
     """
 
     def __init__(self, url: str, processes: ServerProcesses | None) -> None:
         self._url, self._processes = url, processes
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self.is_ready = False
+        self.is_ready, self.error = False, ""
         self.unready: list[Interval] = []
         self.restarts: list[Restart] = []
         self.memory: list[MemorySample] = []
@@ -71,6 +72,13 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._look()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+            self.is_ready = False
+
+    def _look(self) -> None:
         pids: dict[str, int] = {}
         unready_since, reason, turn = 0.0, "", 0
         cpu = _CpuOfOthers()

@@ -376,6 +376,23 @@ def test_a_restart_without_a_fault_fails() -> None:
     assert failed(found) == ["restarts that no fault explains"]
 
 
+def test_a_watch_that_broke_off_fails() -> None:
+    """Restarts that it did not see would count as none."""
+
+    class Broken:
+        def pids(self) -> dict[str, int]:
+            raise FileNotFoundError("a folder is gone")
+
+    found = findings([], last=held())
+    found.watch = Watch("http://127.0.0.1:9", Broken())  # type: ignore[arg-type]
+    found.watch.start()
+    while not found.watch.error:
+        time.sleep(0.01)
+    found.watch.stop()
+    assert failed(found) == ["the server was watched to the end"]
+    assert found.watch.error == "FileNotFoundError: a folder is gone"
+
+
 def test_bad_requests_are_all_to_be_refused() -> None:
     assert all(request.refusals for request in BAD_REQUESTS)
     assert not any(request.code for request in BAD_REQUESTS)
