@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsError
 
 _SCHEME = "tcp://"
+_LISTENS_S = 2.0
+"""How long one of several addresses of a name is given to take a connection."""
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?"
 _NAME = re.compile(rf"(?=.*[A-Za-z]){_LABEL}(\.{_LABEL})*\.?")
 
@@ -68,7 +71,8 @@ class LinkAddress:
     def resolved(self) -> Self:
         """Return the address that the name leads to now.
 
-        Raises `CacheRankLostError` if it leads to none.
+        Of several, as with IPv4 and IPv6, it is the first at which somebody listens, else the
+        first. Raises `CacheRankLostError` if it leads to none.
         """
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
@@ -76,7 +80,10 @@ class LinkAddress:
             raise CacheRankLostError(
                 f"{self}: the name leads to no address ({error.strerror})"
             ) from error
-        return replace(self, host=str(found[0][4][0]))
+        places = list(dict.fromkeys((each[0], each[4]) for each in found))
+        if len(places) > 1:
+            places.sort(key=lambda place: not _listens(*place))
+        return replace(self, host=str(places[0][1][0]))
 
     def own_host(self) -> str:
         """Return the address of this host from which this one is reached; sends nothing.
@@ -100,6 +107,13 @@ class LinkAddress:
         return f"{_SCHEME}[{self.host}]:{self.port}" if self.is_ipv6 else (
             f"{_SCHEME}{self.host}:{self.port}"
         )  # fmt: skip
+
+
+def _listens(family: int, place: tuple[Any, ...]) -> bool:
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_LISTENS_S)
+        return probe.connect_ex(place) == 0
+    return False  # this host does not know the family
 
 
 def _parts(text: str) -> tuple[str, int]:

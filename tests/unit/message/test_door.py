@@ -282,6 +282,14 @@ def test_the_other_end_may_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"192.0.2.{number}", 7400))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=answer, **__: found)
         assert str(peer.resolved()) == f"tcp://192.0.2.{number}:7400"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        hosts = ("127.0.0.2", "127.0.0.1")  # of two families, say; at the first nobody listens
+        both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in hosts]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        peer = LinkAddress.parse_peer(f"tcp://both:{port}")
+        assert str(peer.resolved()) == f"tcp://127.0.0.1:{port}"
+    assert str(peer.resolved()) == f"tcp://127.0.0.2:{port}"
     for host in ("0.0.0.0", "a b", "", "-a", "a..b", "a" * 64, "300.1.1.1"):
         with pytest.raises(SettingsError):
             LinkAddress.parse_peer(f"tcp://{host}:5")
