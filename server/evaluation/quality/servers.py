@@ -26,6 +26,7 @@ from tandemkv.server.checks.ports import choose_port
 from tandemkv.server.launch.child_process import ChildProcess, ChildSpec
 from tandemkv.server.launch.probes import fetch_status, server_state
 from tandemkv.server.launch.sglang_command import SERVER, common_env, sglang_argv
+from tandemkv.server.launch.watchdog import remove_segments, shared_memory_of
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sources import to_yaml
 
@@ -230,8 +231,7 @@ def _running(
                 raise StoppedError("stopped") from error
             raise MeasurementError(f"{error}\n{_log_tails(child)}") from error
     finally:
-        with ending:
-            child.stop(30.0, hurry=lambda: False)
+        _end(child, 30.0, ending)
         watcher.join(1.0)
 
 
@@ -247,15 +247,22 @@ def _log_tails(child: ChildProcess) -> str:
 
 
 def _end_when_asked(child: ChildProcess, stop: threading.Event, ending: threading.Lock) -> None:
-    """End the server when the user stops, so that requests under way fail at once.
-
-    `ending` is held while a child is ended, which is for one thread at a time.
-    """
+    """End the server when the user stops, so that requests under way fail at once."""
     while child.exit_status() is None:
         if stop.wait(_TICK_S):
-            with ending:
-                child.stop(10.0, hurry=lambda: False)
+            _end(child, 10.0, ending)
             return
+
+
+def _end(child: ChildProcess, grace_s: float, ending: threading.Lock) -> None:
+    """End a server, and remove the shared memory that stock SGLang leaves.
+
+    `ending` is held meanwhile: that is for one thread at a time.
+    """
+    with ending:
+        segments = shared_memory_of([child.pid])
+        child.stop(grace_s, hurry=lambda: False)
+        remove_segments(segments)
 
 
 def _ready(server: RunningServer, run_dir: Path) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -118,6 +119,26 @@ def test_a_child_that_does_not_become_ready_is_given_up(tmp_path: Path) -> None:
         raise AssertionError("it never became ready")
 
 
+def test_shared_memory_that_stock_sglang_leaves_is_removed(tmp_path: Path) -> None:
+    segment, mapped = Path(f"/dev/shm/sglang_loads_{secrets.token_hex(6)}.shm"), tmp_path / "mapped"
+    code = (
+        "import mmap, pathlib, time\n"
+        f"file = open({str(segment)!r}, 'w+b')\n"
+        "file.truncate(4096)\n"
+        "held = mmap.mmap(file.fileno(), 4096)\n"
+        f"pathlib.Path({str(mapped)!r}).touch()\n"
+        "time.sleep(600)"
+    )
+
+    def detail(_: servers.RunningServer) -> str | None:
+        return None if mapped.exists() else "not mapped"
+
+    spec = child(tmp_path, code)
+    with servers._running(spec, SERVER, 60.0, threading.Event(), detail):
+        assert segment.exists()
+    assert not segment.exists()
+
+
 def test_stopping_ends_the_child_and_the_request_under_way(tmp_path: Path) -> None:
     stop, spec = threading.Event(), child(tmp_path, "import time; time.sleep(600)")
 
@@ -165,6 +186,8 @@ def test_a_server_is_ended_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPat
     began, inside, overlaps = threading.Event(), threading.Lock(), []
 
     class Child:
+        pid = 1 << 30  # nobody's
+
         def __init__(self, spec: ChildSpec) -> None:
             self.spec, self.status = spec, None
 
