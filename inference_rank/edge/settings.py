@@ -93,8 +93,7 @@ class EdgeSettings(FrozenModel):
         for origin in found:
             if origin == "*":
                 raise ValueError(
-                    "* would let every page call the server that somebody with access to it opens; "
-                    "name the origins"
+                    "* would let every page that a user opens call this server; name the origins"
                 )
             match = _ORIGIN.fullmatch(origin)
             if match is None:

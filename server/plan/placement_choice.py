@@ -177,9 +177,9 @@ def check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Pl
         )
     if settings.link_keys is not None and settings.cache_rank_address is None:
         raise SettingsError(
-            f"link_keys={settings.link_keys}: keys of yours are for a cache rank that "
-            "--cache-rank-address names, and none is named; for one that starts here keys are made "
-            "if there is need. Leave --link-keys out, or add --cache-rank-address"
+            f"link_keys={settings.link_keys} goes with --cache-rank-address, and none is given: "
+            "for a cache rank of this host keys are made. Leave --link-keys out, or add "
+            "--cache-rank-address"
         )
     if placement.engines_per_rank > 1 and placement.model_device == "cuda":
         raise SettingsError(

@@ -76,7 +76,9 @@ def test_keys_are_for_an_address(tmp_path: Path) -> None:
     """A launch with both ends makes its own, and the folder would not be looked at."""
     keys = str(tmp_path / "keys")
     for given in ({"transport": "message"}, {"transport": "shared"}, {"cache_ranks": 0}, {}):
-        with pytest.raises(SettingsError, match=r"link_keys=.*keys: .* Leave --link-keys out"):
+        with pytest.raises(
+            SettingsError, match=r"link_keys=.*keys goes with .* Leave --link-keys out"
+        ):
             _resolved(tmp_path, link_keys=keys, **given)
     _resolved(tmp_path, link_keys=keys, cache_rank_address=_ADDRESS)
 
