@@ -345,7 +345,8 @@ class ResidentBackend(AttentionBackend):
             return DecodeKind.DENSE
         dense = self._of_step
         selected = lengths > dense.num_cold
-        is_new = selected & (lengths <= dense.num_dense + 1)
+        # A captured batch is filled up with requests of one token, which are nobody's.
+        is_new = selected & (lengths <= dense.num_dense + 1) & (lengths > 1)
         is_due = self._num_steps % program.refresh_every == 0 or bool(is_new.any())
         if slow is not None and self._lengths.num_cold:
             is_due = bool(slow.any())  # else empty slots are filled in each step

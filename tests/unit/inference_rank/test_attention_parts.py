@@ -338,6 +338,18 @@ def test_what_a_step_does(
     assert ResidentBackend.kind_of(backend, torch.tensor(lengths)) is DecodeKind.DENSE
 
 
+def test_what_fills_up_a_captured_batch_does_not_decide_what_a_step_does() -> None:
+    """The graph that is replayed is chosen by the requests alone."""
+    rank = SimpleNamespace(selects=True, refresh_every=2, index_interval=0)
+    none = DenseLengths(num_dense=0, num_cold=0)
+    backend: Any = SimpleNamespace(_program=rank, _of_step=none, _num_steps=3)
+    for lengths in ([500], [500, 1, 1]):
+        assert ResidentBackend.kind_of(backend, torch.tensor(lengths)) is DecodeKind.DENSE
+    backend._num_steps = 4
+    for lengths in ([500], [500, 1, 1]):
+        assert ResidentBackend.kind_of(backend, torch.tensor(lengths)) is DecodeKind.SELECTING
+
+
 def test_a_small_step_attends_to_all_and_sets_are_made_ready_before_they_are_used() -> None:
     """Few tokens in all: nothing is selected, whoever has them. Then it is, and used later."""
     base = DenseLengths(num_dense=200, num_cold=140)
