@@ -200,17 +200,20 @@ def test_each_pause_is_told_with_its_own_length(
         connection.mark_lost("it crashed over the step")
         began = time.monotonic()
         recovery.turn(world)
-        assert recovery.pause_s < 0.2
+        assert recovery.pause_s <= time.monotonic() - began
         time.sleep(0.2)
         connection.is_there = True
         turn_until(recovery, world, lambda: recovery.state is State.SERVING)
         lengths.append((time.monotonic() - began) * 1e3)
     counters = world.counters
     assert counters.pauses_total == 3
-    assert 3 * 200 <= counters.pause_ms_total <= sum(lengths)
-    assert 200 <= counters.longest_pause_ms <= max(lengths)
+    assert 3 * 200 <= counters.pause_ms_total <= sum(lengths) + 3  # whole ms of each
+    assert 200 <= counters.longest_pause_ms <= max(lengths) + 1
     told = re.findall(r"is back after ([\d.]+) s", caplog.text)
-    assert [float(text) * 1e3 for text in told] == pytest.approx(lengths, abs=15)
+    rounded = 10.0  # ms, of what is told
+    assert len(told) == 3
+    for text, length in zip(told, lengths, strict=True):
+        assert 200 - rounded <= float(text) * 1e3 <= length + rounded
 
 
 def test_pauses_of_an_idle_server_are_not_one() -> None:
