@@ -107,6 +107,7 @@ def test_memory_that_takes_longer_than_the_handshake(
             played = FarForward(near, model_dir, settings)
             _leave(played)
             played.connection.open_connection(timeout_s=limit_s).close()
+            played.connection.close()
             played.kept.close()
         finally:
             pumps.close()
