@@ -8,11 +8,9 @@ of the old one can still be queued in it.
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from .errors import CacheRankLostError
 from .fault_points import reach
@@ -57,7 +55,7 @@ class ControlClient(IpcDealer):
 
     def _before_connecting(self) -> None:
         events = int(zmq.Event.HANDSHAKE_SUCCEEDED) | int(zmq.Event.DISCONNECTED)
-        self._monitor = self._socket.get_monitor_socket(events)
+        self._watch(events)
 
     def send(self, message: Message) -> None:
         """Queue `message`; waits 50 ms at most.
@@ -97,22 +95,12 @@ class ControlClient(IpcDealer):
             f"is it running? `tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
         )
 
-    def close(self) -> None:
-        """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
-        if self._context.closed:
-            return
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        super().close()
-
     def _has_lost_who_was_asked(self) -> bool:
         """Whether a process that had let us in has ended: what it had got is lost.
 
         The socket connects to the next one by itself, which gets only what was not sent before.
         """
-        with contextlib.suppress(zmq.Again):
-            while True:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-                self._was_cut_off |= self._is_connected and event == zmq.Event.DISCONNECTED
-                self._is_connected |= event == zmq.Event.HANDSHAKE_SUCCEEDED
+        for event in self._noted():
+            self._was_cut_off |= self._is_connected and event == zmq.Event.DISCONNECTED
+            self._is_connected |= event == zmq.Event.HANDSHAKE_SUCCEEDED
         return self._was_cut_off

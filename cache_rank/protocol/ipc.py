@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from .errors import CacheRankError, CacheRankLostError, ProtocolError
 from .messages import CODEC, MAX_FRAME_BYTES, Codec, Message, Refused
@@ -114,6 +115,7 @@ class Dealer(Generic[T]):
     def __init__(self, codec: Codec[T], place: object) -> None:
         self._codec, self._place = codec, place
         self._context, self._socket = _bound(zmq.DEALER)
+        self._monitor: zmq.Socket[bytes] | None = None
 
     def send(self, message: T) -> None:
         """Queue `message`; waits 50 ms at most.
@@ -141,8 +143,25 @@ class Dealer(Generic[T]):
 
     def close(self) -> None:
         """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
+        if self._context.closed:
+            return
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._socket.close(linger=_SEND_TIMEOUT_MS)
         self._context.term()
+
+    def _watch(self, events: int) -> zmq.Socket[bytes]:
+        """Have `events` of the connection noted from now on; returns where they arrive."""
+        self._monitor = self._socket.get_monitor_socket(events)
+        return self._monitor
+
+    def _noted(self) -> Iterator[int]:
+        """Yield the events that came since the last look."""
+        assert self._monitor is not None
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
 
 
 class IpcDealer(Dealer[Message]):

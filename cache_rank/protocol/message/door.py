@@ -16,7 +16,6 @@ from collections.abc import Collection
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import parse_monitor_message
 
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankError,
@@ -117,7 +116,7 @@ class Caller(Dealer[Letter]):
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.curve_serverkey = server
         events = int(zmq.Event.CONNECTED) | int(zmq.Event.HANDSHAKE_SUCCEEDED) | _REFUSALS
-        self._monitor = self._socket.get_monitor_socket(events)
+        self._events = self._watch(events)
         self._is_in = self._is_connected = False
         self._socket.connect(str(address))
 
@@ -131,7 +130,7 @@ class Caller(Dealer[Letter]):
         while not self._is_in:
             if time.monotonic() >= deadline:
                 raise CacheRankLostError(f"{self.address}: {self._why(timeout_s)}")
-            readable(self._monitor, min(deadline, time.monotonic() + _SLICE_S))
+            readable(self._events, min(deadline, time.monotonic() + _SLICE_S))
             self._look()
 
     def request(self, letter: Letter, timeout_s: float) -> Letter:
@@ -161,29 +160,19 @@ class Caller(Dealer[Letter]):
                 return None
         return super().receive(0.0)
 
-    def close(self) -> None:
-        """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
-        if self._context.closed:
-            return
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        super().close()
-
     def _look(self) -> None:
         """Take note of what became of the connection."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-                self._is_connected = True
-                if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                    self._is_in = True
-                elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-                    raise HandshakeRefusedError(
-                        "key",
-                        f"the cache rank at {self.address} does not let us in: our key or our "
-                        "address is not on its allow-list; copy inference_rank.key into its folder "
-                        "of keys, and name our address there",
-                    )
+        for event in self._noted():
+            self._is_connected = True
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._is_in = True
+            elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+                raise HandshakeRefusedError(
+                    "key",
+                    f"the cache rank at {self.address} does not let us in: our key or our "
+                    "address is not on its allow-list; copy inference_rank.key into its folder "
+                    "of keys, and name our address there",
+                )
 
     def _why(self, timeout_s: float) -> str:
         within = f"within {timeout_s:g} s"
