@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,8 +175,7 @@ def plan(
     else:
         lines = []
         if choice.chosen is not None:
-            words = ["--dtype", dtype] if dtype != _DTYPE else []
-            command = _command(model, choice.chosen.placement, load, flags, words)
+            command = _command(model, choice.chosen.placement, load, flags, dtype)
             lines.append(f"start it with\n  {command}")
         lines += [_BREAK_EVEN.format(**even)] if even else []
         lines += [note] if note else []
@@ -283,9 +282,8 @@ def _settings(flags: dict[str, Sourced], model: str) -> ServeSettings:
 
 
 def _command(
-    model: str, placement: Placement, load: Workload, flags: dict[str, Sourced],
-    more: Sequence[str],
-) -> str:  # fmt: skip
+    model: str, placement: Placement, load: Workload, flags: dict[str, Sourced], dtype: str
+) -> str:
     """Return the command that serves `load` in `placement`; what was given is given again."""
     words = ["tandemkv", "serve", "/path/to/model" if model.lower() in BUILT_IN_SHAPES else model]
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
@@ -293,6 +291,8 @@ def _command(
     words += ["--max-context", str(load.context_tokens)]
     if load.chunk_tokens != DEFAULT_CHUNK_TOKENS:
         words += ["--chunked-prefill-size", str(load.chunk_tokens)]
+    if dtype != _DTYPE:
+        words += ["--dtype", dtype]
     for key, (value, source) in flags.items():
         if key in ("model", *_PLACED):
             continue
@@ -300,7 +300,7 @@ def _command(
             words += ["--set", f"{source.removeprefix('--set ')}={value}"]
         else:
             words += _flag(source, value)
-    return shlex.join([*words, *more])
+    return shlex.join(words)
 
 
 def _flag(name: str, value: object) -> list[str]:
