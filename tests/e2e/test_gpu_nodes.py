@@ -2,9 +2,10 @@
 """SGLang over two nodes with GPUs, played on one machine, gives the tokens of ``--tp 2``.
 
 Each node sees one GPU, or with a cache rank of its own two, and has a loopback address. NCCL takes
-it for another host, whose sums come by TCP. With ``TANDEMKV_ONE_DEVICE=apart`` under CUDA MPS a
-cache rank is on its model's GPU; run nothing beside it there, because a process that is killed ends
-others on its GPU. ``TANDEMKV_TEST_DEVICE=cpu`` does the same on a CPU, by gloo.
+it for another host, whose sums come by TCP. Where fewer than four GPUs are, nodes with cache ranks
+have the same two, one for both models and one for both cache ranks: by turns, without CUDA MPS,
+where a process that is killed ends others on its GPU. ``TANDEMKV_TEST_DEVICE=cpu`` does the same on
+a CPU, by gloo.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from agents import Nodes, schedulers, two_nodes, workers
 from exactness import flush, run
 from nothing_lost import Stream, read, values, wait_for
@@ -32,15 +34,9 @@ from stock_agreement import (
     prompts_of,
 )
 
-from tandemkv.cache_rank.protocol.memory.one_device import is_on_one_device
-
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-
-def needing(num_gpus: int) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.multi_gpu(num_gpus)] if DEVICE == "cuda" else []
-
-
+_TWO_GPUS = [pytest.mark.multi_gpu(2)] if DEVICE == "cuda" else []
 _SELECTION: dict[str, Any] = {"policy": "look_ahead", "dense_tokens": 0, "exact_layers": []}
 # Of cache ranks' GPUs the defaults are others, which choose other tokens.
 _SELECTION |= {"late_layers": 0, "predictor_dtype": "native"}
@@ -57,7 +53,6 @@ _SETTINGS = {
 _READY_S = 600.0
 _LONG = 256 if DEVICE == "cuda" else 64
 """Tokens of an answer in the middle of which a process is killed."""
-_GPUS_APART = 2 if is_on_one_device() else 4
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +77,8 @@ def of_one_node(
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(0, marks=needing(2), id="in_process"),
-        pytest.param(1, marks=needing(_GPUS_APART), id="cache_ranks"),
+        pytest.param(0, marks=_TWO_GPUS, id="in_process"),
+        pytest.param(1, marks=_TWO_GPUS, id="cache_ranks"),
     ],
 )
 def nodes(
@@ -92,11 +87,11 @@ def nodes(
     """Two nodes, and how many cache ranks each has."""
     del of_one_node  # that server has ended: never two at a time
     count: int = request.param
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
-    each = _GPUS_APART // 2 if count else 1
+    visible, each = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","), 1 + count
+    apart = each if torch.cuda.device_count() >= 2 * each else 0
     near, far = (
         {
-            "CUDA_VISIBLE_DEVICES": ",".join(visible[n * each :][:each]),
+            "CUDA_VISIBLE_DEVICES": ",".join(visible[n * apart :][:each]),
             "NCCL_HOSTID": f"node{n}",
             "NCCL_IB_DISABLE": "1",
         }
