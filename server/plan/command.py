@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -19,7 +20,7 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_confi
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.checks.context_limit import how_to_extend
-from tandemkv.server.evaluation.request_options import option
+from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.models.calibrated import calibration_advice, with_calibration
 from tandemkv.server.settings.flags import OPERATION, SERVE_FLAGS, SWITCH, with_flags
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
@@ -87,11 +88,13 @@ _TOKENS = {"parser": _token_count, "metavar": "TOKENS"}
 _NUMBER = {"metavar": "INTEGER"}
 
 
-@with_flags(PLAN_FLAGS, _TEXTS)
-def plan(
-    flags: dict[str, Sourced],
-    model: Annotated[str, option(f"Model directory, or one of {NAMES}.")],
-    gpus: Annotated[int, option("GPUs of one host.", min=1, max=64, **_NUMBER)] = 1,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """Options of ``tandemkv plan``; `flags` are those of ``serve`` that it takes as well."""
+
+    flags: dict[str, Sourced]
+    model: Annotated[str, option(f"Model directory, or one of {NAMES}.")]
+    gpus: Annotated[int, option("GPUs of one host.", min=1, max=64, **_NUMBER)] = 1
     gpu_memory: Annotated[
         float | None,
         option(
@@ -101,14 +104,14 @@ def plan(
             max=4096,
             metavar="GIB",
         ),
-    ] = None,
-    context: Annotated[int, option("Length of one request, e.g. 64k.", **_TOKENS)] = 65536,
+    ] = None
+    context: Annotated[int, option("Length of one request, e.g. 64k.", **_TOKENS)] = 65536
     concurrency: Annotated[
         int, option("Requests that decode together.", min=1, max=4096, **_NUMBER)
-    ] = 8,
+    ] = 8
     cache_tokens: Annotated[
         int | None, option("Tokens whose K/V are held. Default: context x concurrency.", **_TOKENS)
-    ] = None,
+    ] = None
     chunked_prefill_size: Annotated[
         int,
         option(
@@ -118,10 +121,10 @@ def plan(
             hidden=True,
             **_NUMBER,
         ),
-    ] = DEFAULT_CHUNK_TOKENS,
+    ] = DEFAULT_CHUNK_TOKENS
     dtype: Annotated[
         str, option(r"Weights and K/V. \[bfloat16, float16 or float32]", metavar="CHOICE")
-    ] = _DTYPE,
+    ] = _DTYPE
     measure: Annotated[
         bool,
         option(
@@ -130,9 +133,23 @@ def plan(
             "--measure",
             metavar=SWITCH,
         ),
-    ] = False,
-    as_json: Annotated[bool, option("Print the plan as JSON.", "--json", metavar=SWITCH)] = False,
-) -> None:
+    ] = False
+    as_json: Annotated[bool, option("Print the plan as JSON.", "--json", metavar=SWITCH)] = False
+
+
+class _Served(NamedTuple):
+    """What would be served, and of which model; `notes` is what was said meanwhile."""
+
+    settings: ServeSettings
+    shape: ModelShape
+    config: Mapping[str, Any]
+    spec: ModelSpec
+    notes: list[str]
+
+
+@with_flags(PLAN_FLAGS, _TEXTS)
+@takes(PlanRequest)
+def plan(request: PlanRequest) -> None:
     """Say what fits on which GPUs, the predicted time per token, and what to choose.
 
     By default all placements that --gpus allow are compared.
@@ -141,56 +158,71 @@ def plan(
 
     Exit code 1 if no placement of tandemkv fits.
     """
-    settings, notes = _settings(flags, model), list[str]()
-    shape, directory = _model(model, dtype)
-    shape = shape.with_kv_dtype(settings.cache.kv_dtype)
-    if directory is not None:  # as `serve` takes up what was calibrated
-        own = read_model_spec(directory, dtype="bfloat16")
-        settings = with_calibration(settings, own, notes.append)
-    config = _built_in_config(shape) if directory is None else read_config(directory)
-    spec = spec_of(shape, config)
-    tp_size, num_cache_gpus = asked_placement(settings, spec, gpus)
+    served, gpus = _served(request), request.gpus
+    shape, selection = served.shape, served.settings.selection
+    tp_size, num_cache_gpus = asked_placement(served.settings, served.spec, gpus)
     load = Workload.from_selection(
-        settings.selection,
-        context_tokens=context,
-        concurrency=concurrency,
-        chunk_tokens=chunked_prefill_size,
-        capacity_tokens=cache_tokens,
+        selection,
+        context_tokens=request.context,
+        concurrency=request.concurrency,
+        chunk_tokens=request.chunked_prefill_size,
+        capacity_tokens=request.cache_tokens,
     )
-    gpu_bytes = _bytes_here() if gpu_memory is None else int(gpu_memory * GIB)
-    cost, note = _constants(measure)
-    is_captured = settings.selection.declared.is_captured
+    memory = request.gpu_memory
+    gpu_bytes = _bytes_here() if memory is None else int(memory * GIB)
+    cost, note = _constants(request.measure)
     possible = possible_placements(shape, gpus, tp_size, num_cache_gpus)
     in_process = {each.name for each in possible if each.kind is PlacementKind.IN_PROCESS}
     choice = choose_placement(
         shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost, tp_size=tp_size,
         num_cache_gpus=num_cache_gpus,
-        available=None if is_captured or num_cache_gpus else in_process,
+        available=None if selection.declared.is_captured or num_cache_gpus else in_process,
     )  # fmt: skip
     even = _break_even(choice, shape, load)
-    if as_json:
+    if request.as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
-        found["break_even"] = even
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(found | {"break_even": even}, indent=2))
     else:
-        lines = []
-        if choice.chosen is not None:
-            command = _command(model, choice.chosen.placement, load, flags, dtype)
-            lines.append(f"start it with\n  {command}")
-        lines += [_BREAK_EVEN.format(**even)] if even else []
-        lines += [note] if note else []
-        advice = calibration_advice(settings, spec) if choice.chosen is not None else None
-        lines += [*notes, *([] if advice is None else [advice]), *_notes(settings.selection, spec)]
-        if shape.max_context and context > shape.max_context:
-            how = how_to_extend(config, context)
-            lines.append(_TOO_LONG.format(context=context, limit=shape.max_context, how=how))
+        said = _BREAK_EVEN.format(**even) if even else "", note
+        lines = [Text(line) for line in _lines(request, served, choice, load, said)]
         console = Console(highlight=False)
         for part in plan_view(choice, shape, load, gpu_bytes):
             console.print(part)
         for line in lines:
-            console.print(Text(line), soft_wrap=True)
+            console.print(line, soft_wrap=True)
     if choice.chosen is None:
         raise typer.Exit(1)
+
+
+def _served(request: PlanRequest) -> _Served:
+    """Return what `serve` would make of the options, on GPUs."""
+    settings, notes = _settings(request.flags, request.model), list[str]()
+    shape, directory = _model(request.model, request.dtype)
+    shape = shape.with_kv_dtype(settings.cache.kv_dtype)
+    if directory is None:
+        config = _built_in_config(shape)
+    else:  # as `serve` takes up what was calibrated
+        own = read_model_spec(directory, dtype="bfloat16")
+        settings = with_calibration(settings, own, notes.append)
+        config = read_config(directory)
+    return _Served(settings, shape, config, spec_of(shape, config), notes)
+
+
+def _lines(
+    request: PlanRequest, served: _Served, choice: Choice, load: Workload, said: Iterable[str]
+) -> Iterator[str]:
+    """Yield what follows the tables: how to start it, `said`, and what to know of that."""
+    if choice.chosen is not None:
+        yield f"start it with\n  {_command(request, choice.chosen.placement, load)}"
+    yield from filter(None, (*said, *served.notes))
+    advice = calibration_advice(served.settings, served.spec)
+    if choice.chosen is not None and advice is not None:
+        yield advice
+    yield from _notes(served.settings.selection, served.spec)
+    limit = served.shape.max_context
+    if limit and request.context > limit:
+        how = how_to_extend(served.config, request.context)
+        yield _TOO_LONG.format(context=request.context, limit=limit, how=how)
 
 
 def _break_even(choice: Choice, shape: ModelShape, load: Workload) -> dict[str, int] | None:
@@ -281,19 +313,18 @@ def _settings(flags: dict[str, Sourced], model: str) -> ServeSettings:
     return settings.model_copy(update={"selection": on_device(selection, "cuda")})
 
 
-def _command(
-    model: str, placement: Placement, load: Workload, flags: dict[str, Sourced], dtype: str
-) -> str:
+def _command(request: PlanRequest, placement: Placement, load: Workload) -> str:
     """Return the command that serves `load` in `placement`; what was given is given again."""
+    model = request.model
     words = ["tandemkv", "serve", "/path/to/model" if model.lower() in BUILT_IN_SHAPES else model]
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
     words += ["--cache-tokens", str(load.total_tokens)]
     words += ["--max-context", str(load.context_tokens)]
     if load.chunk_tokens != DEFAULT_CHUNK_TOKENS:
         words += ["--chunked-prefill-size", str(load.chunk_tokens)]
-    if dtype != _DTYPE:
-        words += ["--dtype", dtype]
-    for key, (value, source) in flags.items():
+    if request.dtype != _DTYPE:
+        words += ["--dtype", request.dtype]
+    for key, (value, source) in request.flags.items():
         if key in ("model", *_PLACED):
             continue
         if source.startswith("--set "):
