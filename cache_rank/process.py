@@ -53,48 +53,23 @@ def run_cache_rank(
 ) -> None:
     """Serve until SIGTERM or SIGINT. Call it from the main thread.
 
-    Parameters
-    ----------
-    run_dirs : Sequence of Path
-        Of its engines, made before (`RunDir.create`): one for each inference rank that it serves.
-    settings : RankSettings
-        Must equal the inference rank's, which has `max_rows` request rows at most.
-    device : {"cpu", "cuda"}
-        Where the engine works; cuda is the GPU behind those of the model (`shared_devices`).
-    on_ready : Callable, optional
-        Called once the sockets of all engines answer.
-    drain_timeout_s : float
-        Longest time after SIGTERM for the inference rank to go first.
-    standby : bool
-        Load everything, then wait until no other process serves the run directories.
-    rank : int
-        Its number, of ``settings.placement.num_cache_ranks``.
+    `run_dirs` are those of its engines, made before (`RunDir.create`): one for each inference rank
+    that it serves. `settings` must equal the inference rank's, which has `max_rows` request rows at
+    most. On `device` the engine works; cuda is the GPU behind those of the model
+    (`shared_devices`). `on_ready` is called once the sockets of all engines answer.
+    `drain_timeout_s` is the longest time after SIGTERM for the inference rank to go first. With
+    `standby` everything is loaded, and then it waits until no other process serves the run
+    directories. `rank` is its number, of ``settings.placement.num_cache_ranks``.
 
-    Raises
-    ------
-    SettingsError
-        If a run directory is missing or unusable, ``OMP_NUM_THREADS`` is no number, or the host
-        has too little memory for ``capacity_tokens``.
-    UnsupportedModelError, PolicyError, CacheRankError
-        As `SharedEngineService`.
+    Raises `SettingsError` if a run directory is missing or unusable, ``OMP_NUM_THREADS`` is no
+    number, or the host has too little memory for ``capacity_tokens``; `UnsupportedModelError`,
+    `PolicyError` or `CacheRankError` as `SharedEngineService` does.
     """
-    _set_threads(is_beside_gpu=settings.placement.host_engine)
+    placement = settings.placement
+    _set_threads(is_beside_gpu=placement.host_engine)
     directories = [RunDir.open(path) for path in run_dirs]
     enable_faults("cache_rank", directories[0].path)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
-    placement = settings.placement
-    if rank >= placement.num_cache_ranks:
-        raise SettingsError(
-            f"rank={rank}: there are cache ranks 0 to {placement.num_cache_ranks - 1} with these "
-            "--cache-ranks and --tp"
-        )
-    if len(directories) != placement.engines_per_rank:
-        raise SettingsError(
-            f"run_dir: {len(directories)} directories, and each cache rank serves "
-            f"{placement.engines_per_rank} inference ranks with these --cache-ranks and --tp; give "
-            "--run-dir once for each"
-        )
+    _check_number(placement, rank, len(directories))
     homes = _homes(device, placement, rank)  # before CUDA takes memory of the model's GPU
     if standby:
         load_all(model_dir, settings, homes.here, rank)
@@ -117,6 +92,21 @@ def run_cache_rank(
     ):
         logger.info("policy %s, run directory %s", settings.selection.policy, run_dirs[0])
         _run_all(services, stop, on_ready)
+
+
+def _check_number(placement: Placement, rank: int, num_directories: int) -> None:
+    """Refuse a number that no cache rank has, and run directories that are not its engines'."""
+    if rank >= placement.num_cache_ranks:
+        raise SettingsError(
+            f"rank={rank}: there are cache ranks 0 to {placement.num_cache_ranks - 1} with these "
+            "--cache-ranks and --tp"
+        )
+    if num_directories != placement.engines_per_rank:
+        raise SettingsError(
+            f"run_dir: {num_directories} directories, and each cache rank serves "
+            f"{placement.engines_per_rank} inference ranks with these --cache-ranks and --tp; give "
+            "--run-dir once for each"
+        )
 
 
 def _homes(device: str, placement: Placement, rank: int) -> Homes:
