@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.provenance import BenchError
@@ -96,6 +96,46 @@ def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
     prefilled. Where each answer came in one event there is TTFT alone. Raises `BenchError` if no
     request was completed, or the file is not that of 0.5.17, or is cut.
     """
+    duration, answers = _read_answers(text, load.output_tokens)
+    good = [each for each in answers[1:] if not each.reason]
+    if not good:
+        reason = next((each.reason for each in answers if each.reason), "no output tokens")
+        raise BenchError(f"no request was completed: {_short(reason)}")
+    # Where each answer came at once, 0 would be nobody's time per token.
+    timed = good if any(each.gaps_ms for each in good) else []
+    series = {
+        "ttft": [each.first_ms for each in good],
+        "tpot": [sum(each.gaps_ms) / (each.tokens - 1) for each in timed],
+        "itl": [gap for each in timed for gap in each.gaps_ms],
+        "longest_gap": [max(each.gaps_ms) for each in timed if each.gaps_ms],
+    }
+    label, note = load.label, f"seed {load.seed}"
+    rows = [
+        Row.of(f"{name}_ms_{label}", Spread.of(values), "ms", note=note)
+        for name, values in series.items()
+        if values
+    ]
+    throughput = sum(each.tokens for each in answers if not each.reason) / duration
+    rows.append(Row(f"output_tokens_per_s_{label}", throughput, "tok/s", n=len(good), note=note))
+    failures = [
+        Failure(f"request_{index}_{label}", _short(each.reason))
+        for index, each in enumerate(answers)
+        if each.reason
+    ]
+    return rows, failures
+
+
+class _Answer(NamedTuple):
+    """What came for one request; `reason` says why it does not count, and is empty if it does."""
+
+    first_ms: float
+    gaps_ms: list[float]
+    tokens: int
+    reason: str
+
+
+def _read_answers(text: str, output_tokens: int) -> tuple[float, list[_Answer]]:
+    """Return the seconds of all requests together, and each, of the last line of a result file."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise BenchError("bench_serving wrote no result: its log says why")
@@ -116,35 +156,13 @@ def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
         raise BenchError(
             f"bench_serving's result lacks {error}: it is not that of SGLang 0.5.17"
         ) from error
-    reasons = [
-        error
-        or ("" if length == load.output_tokens and at > 0 else f"ended early, {length} tokens")
-        for error, length, at in zip(errors, lengths, first, strict=True)
-    ]
-    good = [index for index, reason in enumerate(reasons) if index and not reason]
-    if not good:
-        reason = next((reason for reason in reasons if reason), "no output tokens")
-        raise BenchError(f"no request was completed: {' '.join(reason.split())[:300]}")
-    label, note = load.label, f"seed {load.seed}"
-    # Where each answer came at once, 0 would be nobody's time per token.
-    timed = good if any(gaps[index] for index in good) else []
-    series = {
-        "ttft": [first[index] for index in good],
-        "tpot": [sum(gaps[index]) / (lengths[index] - 1) for index in timed],
-        "itl": [gap for index in timed for gap in gaps[index]],
-        "longest_gap": [max(gaps[index]) for index in timed if gaps[index]],
-    }
-    rows = [
-        Row.of(f"{name}_ms_{label}", Spread.of(values), "ms", note=note)
-        for name, values in series.items()
-        if values
-    ]
-    answered = sum(n for n, reason in zip(lengths, reasons, strict=True) if not reason)
-    throughput = answered / duration
-    rows.append(Row(f"output_tokens_per_s_{label}", throughput, "tok/s", n=len(good), note=note))
-    failures = [
-        Failure(f"request_{index}_{label}", " ".join(reason.split())[:300])
-        for index, reason in enumerate(reasons)
-        if reason
-    ]
-    return rows, failures
+    answers = []
+    for told, first_ms, gaps_ms, tokens in zip(errors, first, gaps, lengths, strict=True):
+        is_whole = tokens == output_tokens and first_ms > 0
+        reason = told or ("" if is_whole else f"ended early, {tokens} tokens")
+        answers.append(_Answer(first_ms, gaps_ms, tokens, reason))
+    return duration, answers
+
+
+def _short(reason: str) -> str:
+    return " ".join(reason.split())[:300]
