@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.status import Status
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 _TIMES = (
@@ -58,9 +58,7 @@ def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> Renderab
         return None
     load = info.get("plan_load", "")
     what = f"measured at start, {escape(load)} tokens: us per layer" if load else "selection"
-    table = Table(title=what, title_justify="left", show_header=False)
-    table.add_column("what", style="bold")
-    table.add_column("value")
+    table = Table(Column(style="bold"), "", title=what, title_justify="left", show_header=False)
     table.add_row("selection on", escape(info.get("plan_placement", "")))
     for name, key in _TIMES:
         if key in values:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _WARN_WORDS = frozenset(
@@ -31,10 +31,10 @@ def status_table(status: Mapping[str, Any], url: str) -> Table:
     """
     is_ready = bool(status.get("ready"))
     title = "[green]ready[/]" if is_ready else "[red]not ready[/]"
-    table = Table(title=f"{escape(url)}: {title}", title_justify="left", min_width=60)
-    table.add_column("", style="bold")
-    table.add_column("what")
-    table.add_column("value", justify="right", overflow="fold")
+    table = Table(
+        Column(style="bold"), "what", Column("value", justify="right", overflow="fold"),
+        title=f"{escape(url)}: {title}", title_justify="left", min_width=60,
+    )  # fmt: skip
     extra = {k: v for k, v in status.items() if k not in ("ready", "inference_rank", "cache_ranks")}
     if extra:
         _add_section(table, "server", extra)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from .choose import Choice, PlacementPlan
@@ -26,15 +26,12 @@ def plan_view(
     usable = gpu_bytes * USABLE_FRACTION / GIB
     channels = load.index_channels
     of_some = "" if channels is None else f" of {channels} of {shape.head_dim} channels"
+    placement, total = Column("placement", style="bold"), Column("total", justify="right")
     memory = Table(
+        placement, "GPU", total, "of which", title_justify="left",
         title=f"{escape(shape.name)}, {load.concurrency} x {load.context_tokens} tokens, "
         f"{load.index_dtype} index{of_some}: GiB on each GPU, {usable:.1f} usable",
-        title_justify="left",
-    )
-    memory.add_column("placement", style="bold")
-    memory.add_column("GPU")
-    memory.add_column("total", justify="right")
-    memory.add_column("of which")
+    )  # fmt: skip
     for plan in choice.plans:
         for index, (role, footprint) in enumerate(plan.memory.roles):
             colour = "green" if footprint.total / GIB <= usable else "red"
@@ -47,13 +44,10 @@ def plan_view(
             )
     yield memory
     step = Table(
-        title="predicted decode step, ms (not a measurement)",
-        title_justify="left",
-        show_lines=True,
-    )
-    step.add_column("placement", style="bold")
-    step.add_column("TPOT", justify="right", style="bold")
-    step.add_column("of which; the first limits")
+        Column("placement", style="bold"), Column("TPOT", justify="right", style="bold"),
+        "of which; the first limits", show_lines=True,
+        title="predicted decode step, ms (not a measurement)", title_justify="left",
+    )  # fmt: skip
     for plan in choice.plans:
         notes = "" if plan.fits else " [red](does not fit)[/]"
         notes += "" if plan.placement.has_run else " [yellow](never run on GPUs)[/]"
