@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as tables."""
+"""The report as tables, which are Markdown or HTML."""
 
 from __future__ import annotations
 
+import html
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .bootstrap import Interval
-from .report_table import NOTHING, Table
 from .served import AS_SERVED, differences
 from .summary import Row, Score, Summary, is_group, is_of_perplexity
 
+NOTHING = "–"
 _COLUMNS = {
     "budget_tokens": "K",
     "resident_factor": "c",
@@ -25,6 +26,35 @@ _COLUMNS = {
 }
 _UNLIKE_ANYWAY = ("budget_tokens", "max_running_requests", "capacity_tokens", "attended_tokens")
 """Differences that a column shows, or that change no answer."""
+
+
+class Table(NamedTuple):
+    """A table of texts; `note` says how to read it."""
+
+    title: str
+    header: Sequence[str]
+    rows: list[list[str]]
+    note: str
+
+    def markdown(self) -> str:
+        """Return it with its title and note."""
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+        body = "\n".join(f"| {' | '.join(line)} |" for line in cells)
+        return f"## {self.title}\n\n{body}\n\n{self.note}\n"
+
+    def html(self) -> str:
+        """Return it with its title and note."""
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
+            for row in self.rows
+        )
+        return (
+            f"<h2>{html.escape(self.title)}</h2>"
+            f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
+            f'</table></div><p class="note">{html.escape(self.note)}</p>'
+        )
 
 
 def tables(described: Mapping[str, Any], summary: Summary) -> list[Table]:
