@@ -314,5 +314,5 @@ def doctor(
         raise typer.Exit(1)
 
 
-quality_command.add_to(app)
-soak_command.add_to(app)
+app.command(epilog=quality_command.EPILOG)(quality_command.quality)
+app.command(cls=soak_command.SoakCommand, epilog=soak_command.EPILOG)(soak_command.soak)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .faults import Action
     from .target import Target
 
-_EPILOG = (
+EPILOG = (
     "What follows -- goes to `tandemkv serve` unchanged, and what follows a second -- to SGLang. "
     "The soak itself sets --port, --run-dir, --admin-key-file and --max-restarts."
 )
@@ -157,10 +157,7 @@ def _run(
     return verdict.passed
 
 
-class _SoakCommand(ServeCommand):
+class SoakCommand(ServeCommand):
+    """The command's class: what follows ``--`` goes to `serve`."""
+
     passed_to = "SERVE"
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command(cls=_SoakCommand, epilog=_EPILOG)(soak)

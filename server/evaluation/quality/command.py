@@ -14,7 +14,7 @@ from tandemkv.server.evaluation.request_options import takes
 
 from .request import Request
 
-_EPILOG = (
+EPILOG = (
     "Tasks: perplexity, continuation, mass, niah_single, niah_multi_key, niah_multi_value, "
     "niah_eight_keys, records, variable_tracking, variable_value, multi_document_qa, "
     "multi_document_numbers, long_generation, long_generation_short, and file:PATH of a "
@@ -23,11 +23,6 @@ _EPILOG = (
     "with @8k the prompts have that length. docs/quality.md says how each is defined and how to "
     "read the report."
 )
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command(epilog=_EPILOG)(quality)
 
 
 @takes(Request)
