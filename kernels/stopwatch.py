@@ -84,12 +84,18 @@ def _on_gpu(
         end = time.perf_counter() + budget_s
         while len(samples) < _MOST_RUNS and (not samples or time.perf_counter() < end):
             prepare()
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            again()
-            after.record()
-            torch.cuda.synchronize(device)
-            samples.append(1e3 * before.elapsed_time(after))
+            samples.append(event_us(again, device))
         if graph is not None:
             graph.reset()
     return statistics.median(samples)
+
+
+def event_us(run: Callable[[], object], device: torch.device) -> float:
+    """Return the time between the events of a GPU before and behind `run`, in us; waits for it."""
+    with torch.cuda.device(device):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        run()
+        after.record()
+        torch.cuda.synchronize(device)
+    return 1e3 * float(before.elapsed_time(after))

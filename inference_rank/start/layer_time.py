@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.kernels.attention import attend_paged
-from tandemkv.kernels.stopwatch import median_us
+from tandemkv.kernels.stopwatch import event_us, median_us
 
 _NUM_REPLAYS = 5
 
@@ -88,13 +88,5 @@ def measure_replay(replay: Callable[[], object], device: torch.device) -> float:
 
     Always of the same number of replays: every tensor-parallel rank has to make as many.
     """
-    samples = []
-    with torch.cuda.device(device):
-        for _ in range(_NUM_REPLAYS):
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            replay()
-            after.record()
-            torch.cuda.synchronize(device)
-            samples.append(1e3 * before.elapsed_time(after))
+    samples = [event_us(replay, device) for _ in range(_NUM_REPLAYS)]
     return statistics.median(samples[1:])

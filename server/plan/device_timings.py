@@ -25,7 +25,7 @@ from tandemkv.kernels.query import QueryWeights, predict_query
 from tandemkv.kernels.samples import attend_samples, make_sample_scratch
 from tandemkv.kernels.score import make_score_scratch, score_keys
 from tandemkv.kernels.select import make_select_scratch, score_topk
-from tandemkv.kernels.stopwatch import median_us
+from tandemkv.kernels.stopwatch import event_us, median_us
 
 from .measure import Timed
 
@@ -245,15 +245,8 @@ class DeviceTimings:
 
     def _copied(self, source: torch.Tensor) -> Timed:
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        times_us = []
-        with torch.cuda.device(self._device):
-            for _ in range(8):
-                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                before.record()
-                target.copy_(source, non_blocking=True)
-                after.record()
-                after.synchronize()
-                times_us.append(1e3 * before.elapsed_time(after))
+        copy = partial(target.copy_, source, non_blocking=True)
+        times_us = [event_us(copy, self._device) for _ in range(8)]
         return Timed(source.nbytes, statistics.median(times_us[1:]))
 
     def _timed(
