@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tandemkv.cache_rank.protocol.settings.placement import Placement
 _PIPE_VARIABLE, _PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # CUDA's default
 
 
-def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.environ) -> None:
+def check_shared_gpus(placement: Placement) -> None:
     """Refuse two processes on GPUs where they would not run, or not beside each other.
 
     The GPUs of a tensor-parallel rank and of its engines need peer access to each other, and
@@ -28,10 +27,10 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     if placement.engine_device != "cuda" or not placement.maps_memory:
         return
     if placement.has_far_host:
-        _check_mps(environ, "transport=message, whose pump is on the GPU of its rank")
+        _check_mps("transport=message, whose pump is on the GPU of its rank")
         return
     if is_on_one_device():
-        _check_mps(environ, f"{ONE_DEVICE_VARIABLE} with transport=shared")
+        _check_mps(f"{ONE_DEVICE_VARIABLE} with transport=shared")
         return
     num_models, count = placement.tp_per_node, placement.head_shards
     for model in range(num_models):
@@ -55,21 +54,20 @@ def are_peers(one: int, other: int) -> bool:
     )
 
 
-def mps_directory(environ: Mapping[str, str] = os.environ) -> Path:
+def mps_directory() -> Path:
     """Return where CUDA MPS answers, if it runs."""
-    return Path(environ.get(_PIPE_VARIABLE, _PIPE_DIRECTORY))
+    return Path(os.environ.get(_PIPE_VARIABLE, _PIPE_DIRECTORY))
 
 
-def runs_mps(environ: Mapping[str, str] = os.environ) -> bool:
+def runs_mps() -> bool:
     """Whether CUDA MPS runs."""
-    return (mps_directory(environ) / "control").exists()
+    return (mps_directory() / "control").exists()
 
 
-def _check_mps(environ: Mapping[str, str], what: str) -> None:
-    pipes = mps_directory(environ)
-    if not runs_mps(environ):
+def _check_mps(what: str) -> None:
+    if not runs_mps():
         raise SettingsError(
-            f"{what}: two processes take turns of "
-            f"milliseconds on a GPU without CUDA MPS, and none answers in {pipes}; start it with "
-            f"nvidia-cuda-mps-control -d, or name its directory in {_PIPE_VARIABLE}"
+            f"{what}: two processes take turns of milliseconds on a GPU without CUDA MPS, and none "
+            f"answers in {mps_directory()}; start it with nvidia-cuda-mps-control -d, or name its "
+            f"directory in {_PIPE_VARIABLE}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
 from itertools import combinations
 
 import torch
@@ -65,19 +64,17 @@ def check_peers(count: int) -> Finding:
     return Finding("peer access", "warn", text, advice)
 
 
-def check_mps(environ: Mapping[str, str] = os.environ) -> Finding:
+def check_mps() -> Finding:
     """Say whether CUDA MPS runs; only messages between GPUs need it."""
-    if runs_mps(environ):
-        return Finding("CUDA MPS", "ok", f"runs, in {mps_directory(environ)}")
+    if runs_mps():
+        return Finding("CUDA MPS", "ok", f"runs, in {mps_directory()}")
     return Finding("CUDA MPS", "ok", "does not run; only --transport message on GPUs needs it")
 
 
-def check_compiler(
-    environ: Mapping[str, str] = os.environ, which: Callable[[str], str | None] = shutil.which
-) -> Finding:
+def check_compiler() -> Finding:
     """Look for what Triton compiles the start of its kernels with."""
-    names = [environ["CC"]] if environ.get("CC") else ["gcc", "clang"]
-    found = next((path for path in map(which, names) if path), None)
+    names = [named] if (named := os.environ.get("CC")) else ["gcc", "clang"]
+    found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         advice = "Triton needs one for every kernel: install gcc, or name one in CC"
         return Finding("C compiler", "fail", f"no {' or '.join(names)}", advice)

@@ -93,19 +93,24 @@ def test_gpus_apart_are_named(gpus: Any) -> None:
     assert "--cache-ranks 0" in found.advice
 
 
-def test_mps_is_seen_by_its_pipes(tmp_path: Path) -> None:
-    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    assert "does not run" in gpu_checks.check_mps(environ).text
+def test_mps_is_seen_by_its_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert "does not run" in gpu_checks.check_mps().text
     (tmp_path / "control").touch()
-    assert gpu_checks.check_mps(environ).text == f"runs, in {tmp_path}"
+    assert gpu_checks.check_mps().text == f"runs, in {tmp_path}"
 
 
-def test_a_compiler_is_looked_for_where_triton_does() -> None:
+def test_a_compiler_is_looked_for_where_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"clang": "/bin/clang"}
-    assert gpu_checks.check_compiler({}, there.get) == Finding("C compiler", "ok", "/bin/clang")
-    found = gpu_checks.check_compiler({}, {}.get)
+    monkeypatch.setattr(gpu_checks.shutil, "which", there.get)
+    monkeypatch.delenv("CC", raising=False)
+    assert gpu_checks.check_compiler() == Finding("C compiler", "ok", "/bin/clang")
+    monkeypatch.setenv("CC", "icx")
+    assert gpu_checks.check_compiler().text == "no icx"
+    monkeypatch.setenv("CC", "")
+    there.clear()
+    found = gpu_checks.check_compiler()
     assert (found.level, found.text) == ("fail", "no gcc or clang")
-    assert gpu_checks.check_compiler({"CC": "icx"}, there.get).text == "no icx"
 
 
 def test_a_profile_is_missed_where_constants_are_of_another_gpu(
