@@ -25,7 +25,7 @@ from .sglang_command import cache_rank_argv, cache_rank_env
 from .supervision import RestartRules
 
 SETTINGS_FILE = "cache_rank.yaml"
-CACHE_RANK_LOGS = ("cache_rank", "standby")
+CACHE_RANK_LOGS = ("cache_rank", "standby", "pump")
 """Names of logs, which a number follows, of all cache ranks but the first."""
 MEANWHILE = "requests wait for it, for --recovery-timeout-s at most"
 """What clients get while no cache rank serves, for messages."""
@@ -121,7 +121,7 @@ def cache_rank_launch(
             name=name + number, argv=argv, env=env, log_path=path, stop_signal=stop_signal
         )
 
-    log, standby_log = CACHE_RANK_LOGS
+    log, standby_log, _ = CACHE_RANK_LOGS
     return CacheRankLaunch(
         spec=spec("cache rank", log),
         standby=spec("standby cache rank", standby_log) if settings.standby else None,

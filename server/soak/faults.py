@@ -88,7 +88,7 @@ class Chaos:
         self._actions = [name for name in actions if name in _BY_SIGNAL]
         self._processes, self._is_ready = processes, is_ready
         self._calm_s = calm_s
-        self._stopping = threading.Event()
+        self._stopping, self._leaving = threading.Event(), threading.Event()
         self._turn = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
         self.faults: list[Fault] = []
@@ -103,6 +103,11 @@ class Chaos:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+
+    def leave(self) -> None:
+        """Do nothing more; returns at once, what was paused goes on."""
+        self._leaving.set()
+        self.stop()
 
     def hold(self) -> contextlib.AbstractContextManager[bool]:
         """Return a context in which nothing happens; entered when the last fault is over."""
@@ -131,7 +136,7 @@ class Chaos:
             _send(pid, signal.SIGSTOP)
             if action == "pause":
                 fault.seconds = pause_s
-                time.sleep(pause_s)
+                self._leaving.wait(pause_s)
                 _send(pid, signal.SIGCONT)
         self._await_ready(fault, pid)
 
@@ -140,7 +145,7 @@ class Chaos:
         deadline = time.monotonic() + _GIVE_UP_S
         gone_at, ready_since = fault.began + fault.seconds, None
         is_ended = fault.action != "pause"
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._leaving.is_set():
             if is_ended and self._processes.pids().get(fault.target) == pid:
                 gone_at, ready_since = time.time(), None
             elif self._is_ready():
@@ -151,7 +156,7 @@ class Chaos:
                     break
             else:
                 ready_since = None
-            time.sleep(_TICK_S)
+            self._leaving.wait(_TICK_S)
         fault.ended = time.time()
 
 

@@ -121,6 +121,7 @@ class _Run:
         self._number = self._probes = 0
         self._stopping, self._open = threading.Event(), threading.Event()
         self._busy = 0
+        self._chaos: Chaos | None = None
         senders = [self._send_load] * self._asked.concurrency + [self._send_probes]
         self._threads = [threading.Thread(target=send, daemon=True) for send in senders]
 
@@ -138,7 +139,7 @@ class _Run:
         asked, watch, processes = self._asked, self._found.watch, self._target.processes
         chaos = None
         if processes is not None:
-            chaos = Chaos(
+            chaos = self._chaos = Chaos(
                 seed=asked.seed,
                 actions=asked.actions,
                 processes=processes,
@@ -160,7 +161,9 @@ class _Run:
                 self._quiet()
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Send nothing more, and do no more faults."""
+        if self._chaos is not None:
+            self._chaos.leave()
         self._stopping.set()
         self._open.set()
         for thread in self._threads:

@@ -152,9 +152,11 @@ def _headline(described: Mapping[str, Any], summary: Summary) -> list[str]:
 
 def _read_campaign(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise SettingsError(f"{path}: not valid JSON ({error}); delete it") from error
+    if not isinstance(found, dict) or not isinstance(found.get("tasks"), dict):
+        raise SettingsError(f"{path}: `tandemkv quality` did not write it; delete it")
     return found
 
 

@@ -278,6 +278,14 @@ def test_results_of_another_model_are_not_mixed_in(out: Path) -> None:
     assert json.loads((out / "campaign.json").read_text())["dtype"] == DESCRIBED["dtype"]
 
 
+@pytest.mark.parametrize("text", ["[]", "null", '{"tasks": []}'])
+def test_a_file_that_is_no_campaign_is_named(text: str, out: Path) -> None:
+    (out / "campaign.json").write_text(text)
+    for call in (lambda: write_campaign(out, DESCRIBED), lambda: write_report(out, Console())):
+        with pytest.raises(SettingsError, match=r"campaign\.json: .* did not write it"):
+            call()
+
+
 def test_errors_name_the_file(out: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no campaign\.json there"):
         write_report(tmp_path / "none", Console(file=io.StringIO()))

@@ -63,6 +63,16 @@ def test_files_of_the_user_survive(launch: ResolvedLaunch) -> None:
     assert all((run_dir.path / name).read_text() == "mine" for name in theirs)
 
 
+def test_logs_of_an_earlier_launch_are_gone(launch: ResolvedLaunch) -> None:
+    """They would stand before what the new processes say."""
+    run_dir = RunDir.create(launch.settings.run_dir)
+    logs = ("sglang", "cache_rank", "cache_rank1", "standby", "pump", "pump12")
+    for name in (*(f"{log}.log" for log in logs), "pump.log.1"):
+        (run_dir.path / name).write_text("before")
+    prepare_run_dir(launch)
+    assert names(run_dir) == {"token"}
+
+
 def test_what_a_killed_server_left_is_gone(
     launch: ResolvedLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,6 +265,27 @@ def test_chaos_kills_continues_what_it_pauses_and_waits_for_ready(
         ranks[CACHE_RANK].kill()
 
 
+def test_chaos_that_is_left_in_a_pause_lets_the_process_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After Ctrl-C nobody else would: a server of another launcher would hang."""
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    processes: Any = SimpleNamespace(pids=lambda: {CACHE_RANK: rank.pid})
+    monkeypatch.setattr(faults_module, "_SHORTEST_PAUSE_S", 300.0)
+    monkeypatch.setattr(faults_module, "_LONGEST_PAUSE_S", 301.0)
+    chaos = Chaos(
+        seed=5, actions=("pause",), processes=processes, is_ready=lambda: False, calm_s=0.01
+    )
+    try:
+        chaos.start()
+        while psutil.Process(rank.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        chaos.leave()
+        assert psutil.Process(rank.pid).status() != psutil.STATUS_STOPPED
+    finally:
+        rank.kill()
+
+
 def held(*, fds: int = 20, files: tuple[str, ...] = (), segments: int = 1) -> Held:
     gauges = ProcessGauges(pid=1, fds=fds, threads=5, rss_mib=100.0, private_mib=50.0)
     return Held(
