@@ -49,7 +49,7 @@ def score_pages(
     scale : float
         Factor of the logits, above 0, usually ``head_dim ** -0.5``.
     pooling : str
-        How a KV head's query heads are combined, as in `tandemkv.kernels.score.score_keys`; the
+        How a KV head's query heads are combined, as in `tandemkv.kernels.score.KeyScan`; the
         softmax is over pages.
 
     Returns

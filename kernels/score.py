@@ -125,24 +125,43 @@ def check_keys(
 
 @dataclass(frozen=True, slots=True)
 class KeyScan:
-    """The arguments of `score_keys` that say what is read, and how it is scored."""
+    """Which keys of each request's candidates ``[lo, hi)`` are scored, and how."""
 
     q: torch.Tensor
+    """``[num_reqs, num_qo_heads, head_dim]``, float. Query head j belongs to KV head
+    ``j // gqa_group_size``."""
     k_pool: torch.Tensor
+    """Keys of one of the kinds listed at the top of this module."""
     slots: torch.Tensor
+    """``[num_reqs, max_pages]``, int32 or int64: position p sits in slot
+    ``slots[b, p // page_size] * page_size + p % page_size``. Only entries of ``[lo, hi)`` are
+    read."""
     lo: torch.Tensor
     hi: torch.Tensor
+    """``[num_reqs]``, int32 or int64, ``0 <= lo``, ``hi <= width``. A request with ``hi <= lo`` has
+    no candidates."""
     _: KW_ONLY
     width: int
+    """Width of the scores, on the host so that nothing waits for a device; at least the largest
+    `hi`, at most ``max_pages * page_size``."""
     scale: float
+    """Factor of the logits, usually ``head_dim ** -0.5``."""
     pooling: str = "softmax_mean"
+    """How a KV head's query heads are combined. ``softmax_mean``: mean of the softmax over the
+    candidates (after the softmax). ``max_logit``, ``mean_logit``: of the scaled logits."""
     k_scale: torch.Tensor | None = None
+    """Scales of `k_pool`; None for native keys."""
     page_size: int = 1
+    """Tokens a page; 1 makes `slots` the slot of each position. Of int4 keys their own page
+    size."""
     active: torch.Tensor | None = None
+    """``[num_reqs]``, bool or int8: the other requests have no candidates."""
     channels: torch.Tensor | None = None
+    """``[num_kv_heads, head_dim]``, int64, contiguous: which elements of a head's queries its keys
+    have; `q` is ``[num_reqs, num_qo_heads, query_dim]`` then. Not checked against `query_dim`."""
 
     def check(self) -> Dims:
-        """Return the sizes; raise `ValueError` as `score_keys` does."""
+        """Return the sizes; raise `ValueError` unless all fits together."""
         dims, channels = Dims(), self.channels
         query_dim = "head_dim" if channels is None else "query_dim"
         dims.check("q", self.q, f"num_reqs num_qo_heads {query_dim}", FLOATS)
@@ -182,54 +201,14 @@ def _check_buffers(
 
 
 def score_keys(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    slots: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    *,
-    width: int,
-    scale: float,
-    pooling: str = "softmax_mean",
-    k_scale: torch.Tensor | None = None,
-    page_size: int = 1,
-    active: torch.Tensor | None = None,
-    channels: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    scratch: ScoreScratch | None = None,
+    keys: KeyScan, *, out: torch.Tensor | None = None, scratch: ScoreScratch | None = None
 ) -> torch.Tensor:
-    """Score each request's candidate positions ``[lo, hi)``.
+    """Score each request's candidate positions.
 
     Parameters
     ----------
-    q : torch.Tensor
-        ``[num_reqs, num_qo_heads, head_dim]``, float. Query head j belongs to
-        KV head ``j // gqa_group_size``.
-    k_pool, k_scale : torch.Tensor
-        Keys of one of the kinds listed at the top of this module; `k_scale` is
-        None for native ones.
-    slots : torch.Tensor
-        ``[num_reqs, max_pages]``, int32 or int64: position p sits in slot
-        ``slots[b, p // page_size] * page_size + p % page_size``. Only entries of
-        ``[lo, hi)`` are read.
-    lo, hi : torch.Tensor
-        ``[num_reqs]``, int32 or int64, ``0 <= lo``, ``hi <= width``. A request
-        with ``hi <= lo`` has no candidates.
-    width : int
-        Width of the result, on the host so that nothing waits for a device; at
-        least the largest `hi`, at most ``max_pages * page_size``.
-    scale : float
-        Factor of the logits, usually ``head_dim ** -0.5``.
-    pooling : str
-        How a KV head's query heads are combined. ``softmax_mean``: mean of the softmax over the
-        candidates (after the softmax). ``max_logit``, ``mean_logit``: of the scaled logits.
-    page_size : int
-        Tokens a page; 1 makes `slots` the slot of each position. Of int4 keys their own page size.
-    active : torch.Tensor, optional
-        ``[num_reqs]``, bool or int8: the other requests have no candidates.
-    channels : torch.Tensor, optional
-        ``[num_kv_heads, head_dim]``, int64, contiguous: which elements of a head's queries its keys
-        have; `q` is ``[num_reqs, num_qo_heads, query_dim]`` then. Not checked against `query_dim`.
+    keys : KeyScan
+        What is read, and how it is scored.
     out : torch.Tensor, optional
         ``[num_reqs, num_kv_heads, >= width]``, float32, contiguous: written and
         returned. What stands in it outside ``[lo, hi)`` is undefined.
@@ -253,38 +232,34 @@ def score_keys(
     passes of ``softmax_mean`` logits stand in float16 relative to the maximum of at most 64 tokens.
     In plain torch it loops over requests and reads `lo` and `hi` on the host.
     """
-    scan = KeyScan(
-        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, channels=channels,
-    )  # fmt: skip
-    _check_buffers(scan.check(), width, out, scratch)
+    _check_buffers(keys.check(), keys.width, out, scratch)
+    q, width = keys.q, keys.width
     if uses_triton(q.device):
         from tandemkv.kernels.triton_ops.score import score_keys as on_gpu
 
-        return on_gpu(scan, out=out, scratch=scratch)
-    num_reqs, num_kv_heads = len(q), k_pool.shape[1]
-    grouped = (q.float() * scale).reshape(num_reqs, num_kv_heads, -1, q.shape[2])
-    if channels is not None:
-        grouped = grouped.gather(3, channels[:, None].expand(*grouped.shape[:3], -1))
+        return on_gpu(keys, out=out, scratch=scratch)
+    num_reqs, num_kv_heads = len(q), keys.k_pool.shape[1]
+    grouped = (q.float() * keys.scale).reshape(num_reqs, num_kv_heads, -1, q.shape[2])
+    if keys.channels is not None:
+        grouped = grouped.gather(3, keys.channels[:, None].expand(*grouped.shape[:3], -1))
     scores = out
     if scores is None:
         scores = grouped.new_full((num_reqs, num_kv_heads, width), float("-inf"))
-    limit = min(width, slots.shape[1] * page_size)
-    if active is not None:
-        hi = torch.where(active != 0, hi, 0)
-    for req, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
+    limit = min(width, keys.slots.shape[1] * keys.page_size)
+    hi = keys.hi if keys.active is None else torch.where(keys.active != 0, keys.hi, 0)
+    for req, (first, last) in enumerate(zip(keys.lo.tolist(), hi.tolist(), strict=True)):
         if last <= first:
             continue
         if first < 0 or last > limit:
             fail(f"[lo, hi) of request {req}", (first, last), f"in [0, {limit}] (width, max_pages)")
-        row = slots_of(slots[req], first, last, page_size)
-        logits = key_logits(grouped[req], k_pool, row, k_scale)  # [H, G, n]
-        scores[req, :, first:last] = pool_heads(logits, pooling)
+        row = slots_of(keys.slots[req], first, last, keys.page_size)
+        logits = key_logits(grouped[req], keys.k_pool, row, keys.k_scale)  # [H, G, n]
+        scores[req, :, first:last] = pool_heads(logits, keys.pooling)
     return scores
 
 
 def pool_heads(logits: torch.Tensor, pooling: str) -> torch.Tensor:
-    """Combine the query heads of each KV head, ``[H, n]`` of ``[H, G, n]``; see `score_keys`."""
+    """Combine the query heads of each KV head, ``[H, n]`` of ``[H, G, n]``; see `KeyScan`."""
     if pooling == "max_logit":
         return logits.amax(dim=1)
     return (logits if pooling == "mean_logit" else logits.softmax(dim=-1)).mean(dim=1)
@@ -312,9 +287,9 @@ def score_window(
     q_window : torch.Tensor
         ``[window_len, num_qo_heads, head_dim]``, float, ``window_len > 0``.
     k_pool, k_scale, scale, page_size
-        As in `score_keys`.
+        As in `KeyScan`.
     slots_row : torch.Tensor
-        ``[num_pages]``, int32 or int64. As one row of `slots` in `score_keys`.
+        ``[num_pages]``, int32 or int64. As one row of `slots` in `KeyScan`.
     lo, hi : int
         Candidates are ``[lo, hi)``, ``0 <= lo``, ``0 <= hi``, at most
         ``num_pages * page_size``; none if ``hi <= lo``.

@@ -46,30 +46,19 @@ def make_select_scratch(
 
 
 def score_topk(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    slots: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
+    keys: KeyScan,
     k: int,
     *,
-    width: int,
-    scale: float,
-    pooling: str = "softmax_mean",
-    k_scale: torch.Tensor | None = None,
-    page_size: int = 1,
-    active: torch.Tensor | None = None,
-    channels: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
     pooled_positions: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of the `k` highest scores under `q`, and the scores.
+    """Return the positions of the `k` highest scores, and the scores.
 
     Parameters
     ----------
-    q, k_pool, slots, lo, hi, width, scale, pooling, k_scale, page_size, active, channels
-        As in `tandemkv.kernels.score.score_keys`.
+    keys : KeyScan
+        As for `tandemkv.kernels.score.score_keys`.
     k : int
         Positions per KV head, ``>= 0``.
     scratch : SelectScratch, optional
@@ -99,27 +88,19 @@ def score_topk(
     mantissa. A share of 2**-14 and more is within a sixteenth, one below may be off by 2**-18, and
     below 2**-18 it counts as none. What stands in the scratch afterwards is undefined.
     """
-    scan = KeyScan(
-        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, channels=channels,
-    )  # fmt: skip
-    dims = scan.check()
+    dims = keys.check()
     check_int("k", k, minimum=0)
     if scratch is not None:
-        _check_scratch(dims, scratch, width)
+        _check_scratch(dims, scratch, keys.width)
     check_reach(*pooled_positions)
-    if uses_triton(q.device):
+    if uses_triton(keys.q.device):
         from tandemkv.kernels.triton_ops.select import score_topk as on_gpu
 
         return on_gpu(
-            scan, k, scratch=scratch, scan_stream=scan_stream, pooled_positions=pooled_positions
+            keys, k, scratch=scratch, scan_stream=scan_stream, pooled_positions=pooled_positions
         )
-    scores = score_keys(
-        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, channels=channels,
-    )  # fmt: skip
-    scores = pool_positions(scores, *pooled_positions)
-    out_scores = torch.empty((*scores.shape[:2], k), device=q.device)
+    scores = pool_positions(score_keys(keys), *pooled_positions)
+    out_scores = torch.empty((*scores.shape[:2], k), device=scores.device)
     return topk_positions(scores, k, sort=False, out_scores=out_scores), out_scores
 
 

@@ -23,6 +23,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
+from tandemkv.kernels.score import KeyScan
 from tandemkv.kernels.select import make_select_scratch, score_topk
 from tandemkv.kernels.streams import let_chain, shared_stream
 
@@ -334,14 +335,13 @@ class CacheEngine:
             lag = int(self.program.selects_for_next_step or layer in self.program.late_layers)
             self._chosen[layer] = self._calls.choose(layer, query, hi[:size], lag=lag), None
             return
-        keys, k_scale = self._index.keys(layer)
-        chosen, scores = score_topk(
+        stored, k_scale = self._index.keys(layer)
+        keys = KeyScan(
             query,
-            keys,
+            stored,
             batch.pages[:size],
             batch.lo[:size],
             hi[:size],
-            selection.budget_tokens,
             width=self._model.max_context,
             scale=self._model.scale,
             pooling=selection.pooling,
@@ -349,6 +349,10 @@ class CacheEngine:
             page_size=self._pools.page_size,
             active=batch.active[:size],
             channels=self._index.channels(layer),
+        )
+        chosen, scores = score_topk(
+            keys,
+            selection.budget_tokens,
             scratch=self._scratch[lane],
             scan_stream=self._scan_streams[lane],
             pooled_positions=selection.pooled_positions,

@@ -43,7 +43,7 @@ class KeyIndex:
         return sum(tensor.nbytes for pair in self._copies.values() for tensor in pair)
 
     def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Keys and scales, as `tandemkv.kernels.score.score_keys` takes them."""
+        """Keys and scales, as `tandemkv.kernels.score.KeyScan` has them."""
         return self._copies.get(layer, (self._pools.k[layer], None))
 
     def seed_keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -13,7 +13,7 @@ from tandemkv.cache_rank.policies.base import Owner, Policy, SelectionInput, Sto
 from tandemkv.cache_rank.policies.composition import Composition
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.kernels.score import score_keys
+from tandemkv.kernels.score import KeyScan, score_keys
 
 from .batch import DecodeBatch
 from .key_index import KeyIndex
@@ -86,7 +86,7 @@ class PolicyCalls:
         """Return what is resident first of a prompt, and let the policy take note of its end.
 
         ``[H, R]`` int32, and ``[W]`` int64, the positions of ``queries [W, Hq, D]``, its last ones.
-        Keys and scales are as for `tandemkv.kernels.score.score_keys`, ``slots [length]``.
+        Keys and scales are as for `tandemkv.kernels.score.KeyScan`, ``slots [length]``.
         """
         stored = StoredKV(self._pools.k[layer], self._pools.v[layer], slots[None])
         prompt = make_seed_input(
@@ -214,18 +214,19 @@ class PolicyCalls:
         heads, group = self._program.slow_heads(layer), self._model.gqa_group_size
         keys, k_scale = self._index.keys(layer)
         channels = self._index.channels(layer)
-        score = partial(
-            score_keys, slots=pages, lo=lo, hi=hi, width=width, scale=self._model.scale,
+        scan = partial(
+            KeyScan, slots=pages, lo=lo, hi=hi, width=width, scale=self._model.scale,
             pooling=self._selection.pooling, page_size=self._pools.page_size,
         )  # fmt: skip
         if len(heads) == self._model.num_kv_heads:
-            return score(query, keys, k_scale=k_scale, channels=channels)
+            return score_keys(scan(query, keys, k_scale=k_scale, channels=channels))
         parts = []
         for i, head in enumerate(heads):  # views of the pool: a list of heads would copy it
             scale = None if k_scale is None else k_scale[:, head : head + 1]
             own = query[:, i * group : (i + 1) * group]
             kept = None if channels is None else channels[head : head + 1]
-            parts.append(score(own, keys[:, head : head + 1], k_scale=scale, channels=kept))
+            found = scan(own, keys[:, head : head + 1], k_scale=scale, channels=kept)
+            parts.append(score_keys(found))
         return torch.cat(parts, dim=1)
 
     def _slots(self, pages: torch.Tensor, width: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Seeder:
         """Fill the set of a finished prompt, as the policy ranks it.
 
         `request` is its place in its prefill step, ``queries [W, Hq, D]`` its last ones, `keys`
-        keys and scales as `tandemkv.kernels.score.score_keys` takes them, and `book` the layer's.
+        keys and scales as `tandemkv.kernels.score.KeyScan` has them, and `book` the layer's.
         Returns ``[W]`` int64, the positions of `queries`.
         """
         slots = self._prompts[request]

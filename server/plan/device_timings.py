@@ -23,7 +23,7 @@ from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.query import QueryWeights, predict_query
 from tandemkv.kernels.samples import attend_samples, make_sample_scratch
-from tandemkv.kernels.score import make_score_scratch, score_keys
+from tandemkv.kernels.score import KeyScan, make_score_scratch, score_keys
 from tandemkv.kernels.select import make_select_scratch, score_topk
 from tandemkv.kernels.stopwatch import event_us, median_us
 
@@ -134,10 +134,10 @@ class DeviceTimings:
         heads = (sizes.batch, sizes.qo_heads, sizes.kv_heads)
         scratch = make_score_scratch(*heads, tokens, self._device)
         out = torch.zeros(sizes.batch, sizes.kv_heads, tokens, device=self._device)
-        query, common = self._query(), self._scanned(tokens)
-        common |= {"k_scale": scales, "scratch": scratch, "out": out, "pooling": "max_logit"}
+        common = self._scanned(tokens) | {"k_scale": scales, "pooling": "max_logit"}
+        scan = KeyScan(self._query(), keys, **common)
         size = keys.nbytes + (0 if scales is None else scales.nbytes)
-        return self._timed(size, lambda: score_keys(query, keys, **common))
+        return self._timed(size, lambda: score_keys(scan, out=out, scratch=scratch))
 
     def select(self, tokens: int) -> Timed:
         """Scan int4 keys and choose as a decode step does; 4 bytes for each key."""
@@ -145,10 +145,10 @@ class DeviceTimings:
         keys, scales = self._index("int4", tokens)
         heads = (sizes.batch, sizes.qo_heads, sizes.kv_heads)
         scratch = make_select_scratch(*heads, tokens, sizes.k, self._device)
-        query, common = self._query(), self._scanned(tokens)
+        scan = KeyScan(self._query(), keys, k_scale=scales, **self._scanned(tokens))
         return self._timed(
             4 * sizes.batch * sizes.kv_heads * tokens,
-            lambda: score_topk(query, keys, k=sizes.k, k_scale=scales, scratch=scratch, **common),
+            lambda: score_topk(scan, sizes.k, scratch=scratch),
         )
 
     def predict(self) -> Timed:

@@ -25,7 +25,7 @@ from tolerances import EXACT, Tolerance
 
 from tandemkv.kernels.page_bounds import score_pages
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages, quantize_int8
-from tandemkv.kernels.score import POOLINGS, score_keys, score_window
+from tandemkv.kernels.score import POOLINGS, KeyScan, score_keys, score_window
 from tandemkv.kernels.select import score_topk
 
 # Errors are divided by their bound: no more than the rounding of that division.
@@ -61,10 +61,11 @@ def scores(draw: Draw) -> Iterator[Compared]:
     pooling = draw.option("pooling", POOLINGS)
     lo, hi = _ranges(draw, num_reqs, length)
     active = torch.rand(num_reqs) < 0.8 if draw.flag("active") else None
-    got = score_keys(
+    scan = KeyScan(
         keys.q, keys.k_pool, keys.table.to(draw.dtype("slots", INTS)), lo, hi, width=length,
         scale=scale, pooling=pooling, k_scale=keys.k_scale, page_size=keys.page_size, active=active,
     )  # fmt: skip
+    got = score_keys(scan)
     tolerance = ON_GPU if draw.is_interpreted else EXACT_LOGITS
     for req, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
         want = torch.full(got[req].shape, -math.inf, dtype=torch.float64)
@@ -102,10 +103,11 @@ def choice(draw: Draw) -> Iterator[Compared]:
     pooling = draw.option("pooling", POOLINGS)
     before, after = draw.option("pooled", ((0, 0), (0, 3), (2, 1), (31, 0)))
     lo, hi = _ranges(draw, num_reqs, length)
-    positions, got = score_topk(
-        keys.q, keys.k_pool, keys.table, lo, hi, k, width=length, scale=scale, pooling=pooling,
-        k_scale=keys.k_scale, page_size=keys.page_size, pooled_positions=(before, after),
+    scan = KeyScan(
+        keys.q, keys.k_pool, keys.table, lo, hi, width=length, scale=scale, pooling=pooling,
+        k_scale=keys.k_scale, page_size=keys.page_size,
     )  # fmt: skip
+    positions, got = score_topk(scan, k, pooled_positions=(before, after))
     for req, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
         heads = got.shape[1]
         of_all = torch.full((heads, length), -math.inf, dtype=torch.float64)

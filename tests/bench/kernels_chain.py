@@ -17,6 +17,7 @@ dummy weights do. The choice is compared with the reference first.
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from kernels_score import DIM, HEADS, PAGE, QO_HEADS, make_pool, replay_times, tune
@@ -24,6 +25,7 @@ from kernels_score import DIM, HEADS, PAGE, QO_HEADS, make_pool, replay_times, t
 from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
+from tandemkv.kernels.score import KeyScan
 from tandemkv.kernels.select import make_select_scratch, score_topk
 from tandemkv.kernels.streams import let_chain
 from tandemkv.kernels.triton_ops import select as triton_select
@@ -58,21 +60,17 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     weight = torch.zeros(reqs + 1, HEADS, args.samples, device=device) if args.samples else None
     scratch = make_select_scratch(reqs, QO_HEADS, HEADS, width, args.k, device)
     mirror_scratch = make_mirror_scratch(reqs, HEADS, width, device, may_repeat=False)
-    options = {
-        "width": width, "scale": DIM**-0.5, "page_size": page, "pooled_positions": args.pool,
-        "channels": channels,
-    }  # fmt: skip
+    options = {"width": width, "scale": DIM**-0.5, "page_size": page, "channels": channels}
+    choose = partial(score_topk, k=args.k, pooled_positions=args.pool)
 
     def select(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, scales = pools[layer]
-        return score_topk(
-            q, keys, table, lo, hi, args.k, k_scale=scales, active=active, scratch=scratch,
-            **options,
-        )  # fmt: skip
+        scan = KeyScan(q, keys, table, lo, hi, k_scale=scales, active=active, **options)
+        return choose(scan, scratch=scratch)
 
     keys, scales = pools[0]
-    first = q[:1], keys, table[:1], lo[:1], hi[:1]
-    want = plain(score_topk)(*first, args.k, k_scale=scales, **options)[1]
+    first = KeyScan(q[:1], keys, table[:1], lo[:1], hi[:1], k_scale=scales, **options)
+    want = plain(choose)(first)[1]
     got = select(0)[1][:1]
     error = float((got.sort(-1).values - want.sort(-1).values).abs().max() / want.max())
     coded = 1 / 16 if args.index == "int4" else 0  # a code of a byte is apart from its share

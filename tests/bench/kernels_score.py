@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tandemkv.kernels.dispatch import plain
-from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys
+from tandemkv.kernels.score import POOLINGS, KeyScan, make_score_scratch, score_keys
 from tandemkv.kernels.triton_ops import score as triton_score
 
 HEADS, QO_HEADS, DIM, PAGE = 8, 32, 128, 64
@@ -112,16 +112,14 @@ def measure(index: str, length: int, num_reqs: int, args: argparse.Namespace) ->
 
         def run(pooling_options: dict = options) -> None:
             for pool, scale in pools:
-                score_keys(
-                    q, pool, table, lo, hi, k_scale=scale, out=out, scratch=scratch,
-                    **pooling_options,
-                )  # fmt: skip
+                scan = KeyScan(q, pool, table, lo, hi, k_scale=scale, **pooling_options)
+                score_keys(scan, out=out, scratch=scratch)
 
         name = f"score {index} {num_reqs}x{length} {pooling}"
         times = replay_times(run, args.replays, num_layers)
-        want = plain(score_keys)(
-            q[:1], pools[-1][0], table[:1], lo[:1], hi[:1], k_scale=pools[-1][1], **options
-        )
+        pool, scale = pools[-1]
+        one = KeyScan(q[:1], pool, table[:1], lo[:1], hi[:1], k_scale=scale, **options)
+        want = plain(score_keys)(one)
         got, want = out[0, :, 4 : length - 64], want[0, :, 4 : length - 64]
         error = float((got - want).abs().max() / want.abs().max())
         if not error < 2e-2:

@@ -29,7 +29,7 @@ from tandemkv.kernels.samples import (
     load_sample_slots,
     make_sample_scratch,
 )
-from tandemkv.kernels.score import score_keys, score_window
+from tandemkv.kernels.score import KeyScan, score_keys, score_window
 from tandemkv.kernels.select import score_topk
 from tandemkv.kernels.step_flags import StepWait
 from tandemkv.kernels.step_tables import CandidateTables, load_attended, load_candidates, load_ring
@@ -244,14 +244,14 @@ def _score(
     new = partial(torch.empty, device=device)
     kept = num_channels or dim
     keys = _keys(device, kind, dtype=dtype, dim=kept, page=page, context=context)
-    if num_channels:
-        options["channels"] = new(KV_HEADS, kept, dtype=I64)
-    operation(
+    channels = new(KV_HEADS, kept, dtype=I64) if num_channels else None
+    scan = KeyScan(
         q=new(BATCH, KV_HEADS * group, dim, dtype=dtype), **keys,
         slots=new(BATCH, context // page, dtype=I32), lo=new(BATCH, dtype=I32),
         hi=new(BATCH, dtype=I32), width=context, scale=dim**-0.5, page_size=page,
-        pooling=pooling, active=new(BATCH, dtype=torch.bool), **options,
+        pooling=pooling, active=new(BATCH, dtype=torch.bool), channels=channels,
     )  # fmt: skip
+    operation(scan, **options)
 
 
 def _window(

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from query_inputs import query_inputs, with_int8
-from score_inputs import make_keys
+from score_inputs import make_keys, scan_of
 
 from tandemkv.kernels import streams
 from tandemkv.kernels.exchange import SampleWeights, exchange_rows
@@ -62,10 +64,10 @@ def replays(width: int, device: torch.device, *, num_steps: int) -> list[torch.T
         step.add_(1)
         for layer, own in enumerate(keys):
             query = predict_query(hidden, given.positions, given.weights, given.cos_sin)
-            chosen, scores = score_topk(
-                query, own.k_pool, own.table, lo, hi, budget, width=width, scale=DIM**-0.5,
-                k_scale=own.k_scale, page_size=PAGE, active=active, scratch=scratch,
-            )  # fmt: skip
+            scan = replace(
+                scan_of(own, lo, hi, width=width, scale=DIM**-0.5, active=active), q=query
+            )
+            chosen, scores = score_topk(scan, budget, scratch=scratch)
             fetched = mirror_diff(
                 chosen, books[layer], used[layer], step=step, num_protected=sink,
                 num_target=target, hi=hi, lo=0, fetch_cap=cap, selected_scores=scores,

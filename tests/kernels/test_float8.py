@@ -6,7 +6,7 @@ import torch
 
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.quantize import quantize_int8
-from tandemkv.kernels.score import score_keys
+from tandemkv.kernels.score import KeyScan, score_keys
 
 
 def test_the_references_read_what_the_bytes_stand_for() -> None:
@@ -21,8 +21,11 @@ def test_the_references_read_what_the_bytes_stand_for() -> None:
     ):
         assert torch.equal(got, want)
     ranges = (torch.tensor([3]), hi)
-    got = score_keys(q, k, slots, *ranges, width=80, scale=0.25)
-    assert torch.equal(got, score_keys(q, k.float(), slots, *ranges, width=80, scale=0.25))
+    got, want = (
+        score_keys(KeyScan(q, keys, slots, *ranges, width=80, scale=0.25))
+        for keys in (k, k.float())
+    )
+    assert torch.equal(got, want)
     for got, want in zip(quantize_int8(k), quantize_int8(k.float()), strict=True):
         assert torch.equal(got, want)
 

@@ -5,11 +5,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from score_inputs import EXACT_LOGITS, KINDS, expected, magnitude, make_keys
+from score_inputs import EXACT_LOGITS, KINDS, expected, magnitude, make_keys, scan_of
 from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.quantize import quantize_int8
-from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys, score_window
+from tandemkv.kernels.score import (
+    POOLINGS,
+    KeyScan,
+    make_score_scratch,
+    score_keys,
+    score_window,
+)
 
 NUM_SLOTS, NUM_KV_HEADS, HEAD_DIM = 1500, 3, 20
 LO = [4, 0, 17, 9]
@@ -52,10 +58,11 @@ def test_score_keys_equals_float64(pooling: str, kind: str, dtype: torch.dtype) 
     k_pool = torch.randn(NUM_SLOTS, NUM_KV_HEADS, HEAD_DIM).to(dtype)
     q = torch.randn(len(LO), 2 * NUM_KV_HEADS, HEAD_DIM).to(dtype)
     slots = make_slots(kind, len(LO), 710)
-    scores = score_keys(
+    scan = KeyScan(
         q, k_pool, slots.int(), torch.tensor(LO), torch.tensor(HI), width=705, scale=SCALE,
         pooling=pooling,
     )  # fmt: skip
+    scores = score_keys(scan)
     assert scores.shape == (len(LO), NUM_KV_HEADS, 705)
     for req, (lo, hi) in enumerate(zip(LO, HI, strict=True)):
         want = expected_scores(q[req], k_pool[slots[req]], lo, hi, 705, pooling)
@@ -70,10 +77,11 @@ def test_int8_keys_equal_their_dequantized_values() -> None:
     for kind in ("contiguous", "scattered"):
         slots = make_slots(kind, 2, 300)
         lo, hi = torch.tensor([1, 5]), torch.tensor([300, 250])
-        scores = score_keys(
+        scan = KeyScan(
             q, quantized, slots, lo, hi, width=300, scale=SCALE, pooling="max_logit",
             k_scale=k_scale,
         )  # fmt: skip
+        scores = score_keys(scan)
         keys = quantized.double() * k_scale[..., None].double()
         for req in range(2):
             want = expected_scores(
@@ -101,10 +109,7 @@ def test_paged_keys_of_every_kind_equal_float64(
     )  # fmt: skip
     lo, hi = torch.tensor(ranges).unbind(1)
     out = torch.full((num_reqs, 2, 140), 7.0) if is_given else None
-    scores = score_keys(
-        keys.q, keys.k_pool, keys.table, lo, hi, width=128, scale=0.3, pooling=pooling,
-        k_scale=keys.k_scale, page_size=page_size, out=out,
-    )  # fmt: skip
+    scores = score_keys(scan_of(keys, lo, hi, width=128, scale=0.3, pooling=pooling), out=out)
     assert (scores is out) == is_given
     for req, (first, last) in enumerate(ranges):
         if not is_given:
@@ -136,9 +141,8 @@ def test_huge_logits_stay_finite() -> None:
     k_pool = torch.zeros(4, 1, 2)
     k_pool[2] = 1e18
     q = torch.full((1, 2, 2), 1e18)
-    scores = score_keys(
-        q, k_pool, torch.arange(4)[None], torch.tensor([1]), torch.tensor([4]), width=4, scale=1.0
-    )
+    ends = torch.tensor([1]), torch.tensor([4])
+    scores = score_keys(KeyScan(q, k_pool, torch.arange(4)[None], *ends, width=4, scale=1.0))
     assert scores.tolist() == [[[float("-inf"), 0.0, 1.0, 0.0]]]
 
 
@@ -172,31 +176,33 @@ def test_errors_name_the_argument() -> None:
     k_pool, q = torch.zeros(8, 2, 4), torch.zeros(1, 4, 4)
     slots, lo, hi = torch.arange(6)[None], torch.tensor([0]), torch.tensor([6])
     with pytest.raises(ValueError, match=r"width=7: must be >= 0 and <= 6"):
-        score_keys(q, k_pool, slots, lo, hi, width=7, scale=1.0)
+        score_keys(KeyScan(q, k_pool, slots, lo, hi, width=7, scale=1.0))
     with pytest.raises(ValueError, match=r"\[lo, hi\) of request 0"):
-        score_keys(q, k_pool, slots, lo, hi, width=5, scale=1.0)
+        score_keys(KeyScan(q, k_pool, slots, lo, hi, width=5, scale=1.0))
     with pytest.raises(ValueError, match="slots="):
-        score_keys(q, k_pool, slots + 3, lo, hi, width=6, scale=1.0)
+        score_keys(KeyScan(q, k_pool, slots + 3, lo, hi, width=6, scale=1.0))
     with pytest.raises(ValueError, match="slots="):
-        score_keys(q, k_pool, slots - 1, lo, hi, width=6, scale=1.0)
+        score_keys(KeyScan(q, k_pool, slots - 1, lo, hi, width=6, scale=1.0))
     with pytest.raises(ValueError, match="pooling='mean'"):
-        score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, pooling="mean")
+        score_keys(KeyScan(q, k_pool, slots, lo, hi, width=6, scale=1.0, pooling="mean"))
     with pytest.raises(ValueError, match="k_scale="):
-        score_keys(q, k_pool.to(torch.int8), slots, lo, hi, width=6, scale=1.0)
+        score_keys(KeyScan(q, k_pool.to(torch.int8), slots, lo, hi, width=6, scale=1.0))
     with pytest.raises(ValueError, match=r"num_slots=8: must be a multiple of page_size=3"):
-        score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, page_size=3)
+        score_keys(KeyScan(q, k_pool, slots, lo, hi, width=6, scale=1.0, page_size=3))
     with pytest.raises(ValueError, match=r"out=\(1, 2, 5\)"):
-        score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, out=torch.zeros(1, 2, 5))
+        score_keys(KeyScan(q, k_pool, slots, lo, hi, width=6, scale=1.0), out=torch.zeros(1, 2, 5))
     scratch = make_score_scratch(1, 8, 2, 6, q.device)
     with pytest.raises(ValueError, match="scratch="):
-        score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, scratch=scratch)
+        score_keys(KeyScan(q, k_pool, slots, lo, hi, width=6, scale=1.0), scratch=scratch)
     codes, scales = torch.zeros(2, 2, 8, 2).byte(), torch.zeros(2, 2, 2, 4).half()
     with pytest.raises(ValueError, match="page_size=8: must be the page size of the int4"):
-        score_keys(q, codes, slots, lo, hi, width=6, scale=1.0, k_scale=scales, page_size=8)
+        score_keys(
+            KeyScan(q, codes, slots, lo, hi, width=6, scale=1.0, k_scale=scales, page_size=8)
+        )
     codes = torch.zeros(2, 2, 16, 2).byte()
     with pytest.raises(ValueError, match="k_scale=None"):
-        score_keys(q, codes, slots, lo, hi, width=6, scale=1.0, page_size=16)
+        score_keys(KeyScan(q, codes, slots, lo, hi, width=6, scale=1.0, page_size=16))
     with pytest.raises(ValueError, match="num_qo_heads=3"):
-        score_keys(q[:, :3], k_pool, slots, lo, hi, width=6, scale=1.0)
+        score_keys(KeyScan(q[:, :3], k_pool, slots, lo, hi, width=6, scale=1.0))
     with pytest.raises(ValueError, match=r"q\.dtype"):
-        score_keys(q.double(), k_pool, slots, lo, hi, width=6, scale=1.0)
+        score_keys(KeyScan(q.double(), k_pool, slots, lo, hi, width=6, scale=1.0))

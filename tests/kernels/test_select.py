@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`score_topk` is a choice among float64 scores; its errors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from score_inputs import among_others, expected, make_keys
+from score_inputs import among_others, expected, make_keys, scan_of
 
-from tandemkv.kernels.score import POOLINGS
+from tandemkv.kernels.score import POOLINGS, KeyScan
 from tandemkv.kernels.select import make_select_scratch, score_topk
 
 
@@ -18,11 +20,11 @@ def test_chooses_the_best(kind: str, pooling: str) -> None:
     )  # fmt: skip
     lo, hi = [4, 0, 7], [150, 9, 160]
     scratch = make_select_scratch(3, 4, 2, 160, 20, keys.q.device)
-    positions, scores = score_topk(
-        keys.q, keys.k_pool, keys.table, torch.tensor(lo), torch.tensor(hi), 20, width=160,
-        scale=0.25, pooling=pooling, k_scale=keys.k_scale, page_size=16,
-        active=torch.tensor([True, True, False]), scratch=scratch,
+    scan = scan_of(
+        keys, torch.tensor(lo), torch.tensor(hi), width=160, scale=0.25, pooling=pooling,
+        active=torch.tensor([True, True, False]),
     )  # fmt: skip
+    positions, scores = score_topk(scan, 20, scratch=scratch)
     for req in range(2):
         want = expected(keys, req, lo[req], hi[req], pooling, 0.25)
         count = min(20, hi[req] - lo[req])
@@ -44,26 +46,23 @@ def test_keys_of_some_channels_of_queries(kind: str) -> None:
     torch.manual_seed(5)
     keys = make_keys(kind, num_reqs=2, heads=3, group=2, dim=16, page_size=16, num_pages=20)
     wide, channels = among_others(keys.q, 3)
-    ends = (torch.tensor([4, 0]), torch.tensor([150, 90]))
-    options = {"width": 160, "scale": 0.25, "k_scale": keys.k_scale, "page_size": 16}
-    want = score_topk(keys.q, keys.k_pool, keys.table, *ends, 20, **options)
-    found = score_topk(wide, keys.k_pool, keys.table, *ends, 20, channels=channels, **options)
+    scan = scan_of(keys, torch.tensor([4, 0]), torch.tensor([150, 90]), width=160, scale=0.25)
+    want = score_topk(scan, 20)
+    found = score_topk(replace(scan, q=wide, channels=channels), 20)
     assert torch.equal(found[0], want[0])
     assert torch.equal(found[1], want[1])
     for wrong in (channels[:2], channels[:, :8], channels.int(), channels.T.contiguous().T):
         with pytest.raises(ValueError, match="channels"):
-            score_topk(wide, keys.k_pool, keys.table, *ends, 20, channels=wrong, **options)
+            score_topk(replace(scan, q=wide, channels=wrong), 20)
     with pytest.raises(ValueError, match="head_dim"):
-        score_topk(wide, keys.k_pool, keys.table, *ends, 20, **options)
+        score_topk(replace(scan, q=wide), 20)
 
 
 def test_pools_over_positions() -> None:
     torch.manual_seed(4)
     keys = make_keys("float32", num_reqs=1, heads=2, group=2, dim=16, page_size=16, num_pages=10)
-    positions, scores = score_topk(
-        keys.q, keys.k_pool, keys.table, torch.tensor([4]), torch.tensor([150]), 15, width=160,
-        scale=0.25, page_size=16, pooled_positions=(3, 1),
-    )  # fmt: skip
+    scan = scan_of(keys, torch.tensor([4]), torch.tensor([150]), width=160, scale=0.25)
+    positions, scores = score_topk(scan, 15, pooled_positions=(3, 1))
     want = expected(keys, 0, 4, 150, "softmax_mean", 0.25)
     for head in range(2):
         best = int(want[head].argmax())
@@ -71,24 +70,22 @@ def test_pools_over_positions() -> None:
         assert set(near) <= set(positions[0, head].tolist())
         assert float(scores[0, head].max()) == pytest.approx(float(want[head].max()), rel=1e-4)
     with pytest.raises(ValueError, match="after=32"):
-        score_topk(
-            keys.q, keys.k_pool, keys.table, torch.tensor([4]), torch.tensor([150]), 15, width=160,
-            scale=0.25, page_size=16, pooled_positions=(0, 32),
-        )  # fmt: skip
+        score_topk(scan, 15, pooled_positions=(0, 32))
 
 
 def test_errors_name_the_argument() -> None:
     k_pool, q = torch.zeros(8, 2, 4), torch.zeros(1, 4, 4)
     slots, lo, hi = torch.arange(6)[None], torch.tensor([0]), torch.tensor([6])
     with pytest.raises(ValueError, match="width=7"):
-        score_topk(q, k_pool, slots, lo, hi, 2, width=7, scale=1.0)
+        score_topk(KeyScan(q, k_pool, slots, lo, hi, width=7, scale=1.0), 2)
+    scan = KeyScan(q, k_pool, slots, lo, hi, width=6, scale=1.0)
     with pytest.raises(ValueError, match="k=-1"):
-        score_topk(q, k_pool, slots, lo, hi, -1, width=6, scale=1.0)
+        score_topk(scan, -1)
     with pytest.raises(ValueError, match="pooling='mean'"):
-        score_topk(q, k_pool, slots, lo, hi, 2, width=6, scale=1.0, pooling="mean")
+        score_topk(replace(scan, pooling="mean"), 2)
     with pytest.raises(ValueError, match="active"):
-        score_topk(q, k_pool, slots, lo, hi, 2, width=6, scale=1.0, active=torch.zeros(2))
+        score_topk(replace(scan, active=torch.zeros(2)), 2)
     scratch = make_select_scratch(1, 4, 2, 6, 2, q.device)
+    two = replace(scan, q=q[[0, 0]], slots=slots[[0, 0]], lo=lo[[0, 0]], hi=hi[[0, 0]])
     with pytest.raises(ValueError, match="make_select_scratch"):
-        score_topk(q[[0, 0]], k_pool, slots[[0, 0]], lo[[0, 0]], hi[[0, 0]], 2, width=6,
-                   scale=1.0, scratch=scratch)  # fmt: skip
+        score_topk(two, 2, scratch=scratch)

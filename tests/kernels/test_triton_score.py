@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from own_process import SCORES, run_cases
-from score_inputs import KINDS, ON_GPU, expected, magnitude, make_keys
+from score_inputs import KINDS, ON_GPU, expected, magnitude, make_keys, scan_of
 from tolerances import assert_close
 
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
@@ -31,13 +31,10 @@ def test_a_graph_replays_with_other_lengths(kind: str, pooling: str) -> None:
     lo, hi = torch.zeros(3, dtype=torch.int32, device="cuda"), torch.zeros_like(keys.table[:, 0])
     out = torch.zeros(3, 8, width, device="cuda")
     scratch = make_score_scratch(3, 32, 8, width, out.device)
-    options = {"width": width, "scale": scale, "pooling": pooling, "k_scale": keys.k_scale}
+    scan = scan_of(keys, lo, hi, width=width, scale=scale, pooling=pooling)
 
     def run() -> None:
-        score_keys(
-            keys.q, keys.k_pool, keys.table, lo, hi, **options, page_size=64, out=out,
-            scratch=scratch,
-        )  # fmt: skip
+        score_keys(scan, out=out, scratch=scratch)
 
     run()  # compiles
     torch.cuda.synchronize()

@@ -75,7 +75,7 @@ def test_score_keys(page_size: int, pooling: str) -> None:
     lo, hi = torch.tensor([[4, 4], [180, 60]], device=DEVICE)
     options = {"width": 180, "scale": SCALE, "pooling": pooling, "page_size": page_size}
     q = queries(2)
-    want = score.score_keys(q, k.float(), table, lo, hi, **options)
+    want = score.score_keys(KeyScan(q, k.float(), table, lo, hi, **options))
     got = triton_score.score_keys(KeyScan(q, k, table, lo, hi, **options))
     for req, end in enumerate(hi.tolist()):
         inside = slice(4, end)

@@ -101,7 +101,7 @@ def test_equals_scores_and_choice(
         assert not bool(((chosen[..., 1:] == chosen[..., :-1]) & (chosen[..., 1:] >= 0)).any())
         assert not bool(((got < 0)[..., :-1] & (got >= 0)[..., 1:]).any())
         assert torch.equal(got < 0, got_scores == -torch.inf)
-        _, far_scores = reference(*arguments, k, **options)
+        _, far_scores = reference(KeyScan(*arguments, **options), k)
         far_scores, near_scores = (s.sort(-1).values for s in (far_scores, got_scores))
         assert torch.equal(far_scores == -torch.inf, near_scores == -torch.inf)
         gap = torch.where(far_scores > -torch.inf, near_scores - far_scores, 0.0).abs()
@@ -120,14 +120,14 @@ def test_half_a_tile_without_candidates_takes_nothing_from_the_others(begin: int
     q, k = keys.q.abs(), 20
     arguments = (q, keys.k_pool, keys.table, tensor([begin]), tensor([end]))
     options = {"width": 448, "scale": 0.3, "k_scale": keys.k_scale, "page_size": 64}
-    logits = plain(score_keys)(*arguments, **options, pooling="max_logit")[..., begin:end]
-    assert float(logits.max()) < -95
+    of_logits = KeyScan(*arguments, **options, pooling="max_logit")
+    assert float(plain(score_keys)(of_logits)[..., begin:end].max()) < -95
     got, got_scores = triton_select.score_topk(
-        KeyScan(*arguments, **options, pooling="softmax_mean"),
+        KeyScan(*arguments, **options),
         k,
         scratch=filled_scratch(1, 4, 2, 448, k),
     )
-    _, want_scores = reference(*arguments, k, **options, pooling="softmax_mean")
+    _, want_scores = reference(KeyScan(*arguments, **options), k)
     assert int(got.min()) >= begin
     assert int(got.max()) < end
     close = {"rtol": 2e-2 + CODED, "atol": 0}
@@ -256,7 +256,7 @@ def test_codes_of_whole_numbers_are_exact(
     arguments = (keys.q, keys.k_pool, keys.table, lo, hi)
     scratch = filled_scratch(2, group, 2, length, k)
     got, got_scores = triton_select.score_topk(KeyScan(*arguments, **options), k, scratch=scratch)
-    _, want_scores = reference(*arguments, k, **options)
+    _, want_scores = reference(KeyScan(*arguments, **options), k)
     close = {"rtol": 1e-5, "atol": 0}
     torch.testing.assert_close(got_scores.sort(-1).values, want_scores.sort(-1).values, **close)
     page = keys.table.long().gather(1, (got.flatten(1) // page_size).long()).view_as(got)
@@ -392,7 +392,7 @@ def test_fewer_codes_than_wanted_are_not_zero() -> None:
         KeyScan(*arguments, **options), 20, scratch=filled_scratch(1, 4, 2, 320, 20)
     )
     assert got.sort(-1).values.tolist() == [[sorted([*range(2, 20), *best])] * 2]
-    want = reference(*arguments, 20, **options)[1]
+    want = reference(KeyScan(*arguments, **options), 20)[1]
     torch.testing.assert_close(scores.sort(-1).values, want.sort(-1).values, rtol=1e-5, atol=0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tandemkv.cache_rank.policies.base import (
 )
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
-from tandemkv.kernels.score import score_keys
+from tandemkv.kernels.score import KeyScan, score_keys
 
 _SPEC = importlib.util.spec_from_file_location("policy_cases", Path(__file__).parent / "cases.py")
 assert _SPEC is not None
@@ -80,15 +79,17 @@ class Bench:
             query=query,
             positions=lengths - 1,
             use_positions=lengths,
-            score=partial(
-                score_keys,
-                k_pool=self.k,
-                slots=self.slots,
-                lo=torch.full_like(hi, selection.num_sink_tokens),
-                hi=hi,
-                width=int(hi.max()),
-                scale=MODEL.scale,
-                pooling=selection.pooling,
+            score=lambda asked: score_keys(
+                KeyScan(
+                    asked,
+                    self.k,
+                    self.slots,
+                    torch.full_like(hi, selection.num_sink_tokens),
+                    hi,
+                    width=int(hi.max()),
+                    scale=MODEL.scale,
+                    pooling=selection.pooling,
+                )
             ),
             budget=selection.budget_tokens,
             lo=torch.full_like(hi, selection.num_sink_tokens),
