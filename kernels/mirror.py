@@ -8,12 +8,12 @@ Per head: selected positions that are resident are touched. The best of the othe
 slots (until `num_target` slots are filled), then the least recently used ones that are neither
 protected nor touched in this step (of equal ones the lowest), first to first in the order of
 `fetch_pos` and of slots. If fewer than `num_target` slots are filled after that, empty slots take
-the highest positions of ``[lo, hi)`` that are not resident. At most `fetch_cap` slots are written;
+the highest positions below `hi` that are not resident. At most `fetch_cap` slots are written;
 each write counts as a touch.
 
 Invariants, given that they hold before the call: no position is twice in a head; filled slots are a
 prefix (no holes); all heads of a request have equally many filled slots, as long as `num_target` is
-at most ``hi - lo`` plus the number of resident positions outside ``[lo, hi)``.
+at most `hi` plus the number of resident positions from there on.
 """
 
 from typing import NamedTuple
@@ -71,11 +71,10 @@ def mirror_diff(
     resident_pos: torch.Tensor,
     last_used: torch.Tensor,
     *,
-    step: int | torch.Tensor,
+    step: torch.Tensor,
     num_protected: int,
     num_target: torch.Tensor,
     hi: torch.Tensor,
-    lo: int,
     fetch_cap: int,
     selected_scores: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
@@ -97,16 +96,15 @@ def mirror_diff(
     last_used : torch.Tensor
         As `resident_pos`, int32 or int64. Step of the last touch; start it below the first step
         (``-1``). Updated in place.
-    step : int or torch.Tensor
-        The step, or a tensor ``[]`` or ``[num_reqs]`` of int32 or int64. Not below any `last_used`;
-        a graph captures an int as it is.
+    step : torch.Tensor
+        ``[]``, int32 or int64. Not below any `last_used`.
     num_protected : int
         Slots ``[0, num_protected)`` (the sink) are filled when empty, never overwritten.
     num_target : torch.Tensor
         ``[num_reqs]``, int32 or int64. How many slots have to be filled, over several steps if
         `fetch_cap` is less: ``min(num_resident, positions that may be resident)``.
-    hi, lo : torch.Tensor, int
-        ``[num_reqs]``, int32 or int64. End and begin of the positions used for filling.
+    hi : torch.Tensor
+        ``[num_reqs]``, int32 or int64. End of the positions used for filling.
     fetch_cap : int
         Slots written per head at most.
     selected_scores : torch.Tensor, optional
@@ -141,10 +139,10 @@ def mirror_diff(
     dims = Dims()
     dims.check("selected", selected, "num_reqs num_kv_heads k", INT32)
     _check_books(dims, resident_pos, last_used, rows, log_weight)
-    _check_step(dims, step)
+    dims.check("step", step, "", INTS)
     dims.check("num_target", num_target, "num_reqs", INTS)
     dims.check("hi", hi, "num_reqs", INTS)
-    check_counts(num_protected=num_protected, lo=lo, fetch_cap=fetch_cap)
+    check_counts(num_protected=num_protected, fetch_cap=fetch_cap)
     if selected_scores is not None:
         dims.check("selected_scores", selected_scores, "num_reqs num_kv_heads k", FLOAT32)
     if active is not None:
@@ -160,23 +158,21 @@ def mirror_diff(
 
         return on_gpu(
             selected, resident_pos, last_used, step=step, num_protected=num_protected,
-            num_target=num_target, hi=hi, lo=lo, fetch_cap=fetch_cap,
+            num_target=num_target, hi=hi, fetch_cap=fetch_cap,
             selected_scores=selected_scores, active=active, rows=rows, counters=counters,
             log_weight=log_weight, scratch=scratch,
         )  # fmt: skip
     is_sorted = selected_scores is not None
     if selected_scores is not None:
         selected = _best_first(selected, selected_scores)
-    now = torch.as_tensor(step, device=last_used.device).to(last_used.dtype).reshape(-1, 1, 1)
     chosen = torch.arange(len(selected), device=selected.device)
     if active is not None:
         chosen = active.nonzero().view(-1)
     books = chosen if rows is None else rows[chosen]
     some_pos, some_used = resident_pos[books], last_used[books]
-    now = now.expand(len(selected), 1, 1)[chosen]
     fetch = _diff(
-        selected[chosen], some_pos, some_used, now, num_protected, num_target[chosen], hi[chosen],
-        lo, fetch_cap, counters, is_sorted,
+        selected[chosen], some_pos, some_used, step.to(last_used.dtype), num_protected,
+        num_target[chosen], hi[chosen], fetch_cap, counters, is_sorted,
     )  # fmt: skip
     resident_pos[books], last_used[books] = some_pos, some_used
     if log_weight is not None:
@@ -206,13 +202,6 @@ def _check_books(
         check_num_samples(log_weight.shape[-1])
         if log_weight.stride(-1) != 1:
             fail("log_weight.stride(-1)", log_weight.stride(-1), "1")
-
-
-def _check_step(dims: Dims, step: int | torch.Tensor) -> None:
-    if isinstance(step, torch.Tensor):
-        if step.dim() > 1:
-            fail("step.shape", tuple(step.shape), "[] or [num_reqs]")
-        dims.check("step", step, "num_reqs" if step.dim() else "", INTS)
 
 
 def _check_scratch(dims: Dims, scratch: MirrorScratch, selected: torch.Tensor) -> None:
@@ -257,7 +246,7 @@ def _compact(
 
 
 def _fillers(
-    resident_pos: torch.Tensor, hi: torch.Tensor, lo: int, count: torch.Tensor, size: int
+    resident_pos: torch.Tensor, hi: torch.Tensor, count: torch.Tensor, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return positions from the highest, and which of them are the `count` best non-resident."""
     # As many positions as are resident can be taken, so this reach holds `size` free ones.
@@ -269,7 +258,7 @@ def _fillers(
         (*resident_pos.shape[:-1], reach + 1), dtype=torch.bool, device=resident_pos.device
     ).scatter_(-1, back, value=True)
     positions = last - torch.arange(reach, device=resident_pos.device)  # [B, 1, reach]
-    is_free = ~taken[..., :reach] & (positions >= lo)
+    is_free = ~taken[..., :reach] & (positions >= 0)
     return positions.expand_as(is_free), is_free & (is_free.cumsum(-1) <= count)
 
 
@@ -289,12 +278,11 @@ def _diff(
     num_protected: int,
     num_target: torch.Tensor,
     hi: torch.Tensor,
-    lo: int,
     fetch_cap: int,
     counters: torch.Tensor | None,
     is_sorted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Update the mirror of all requests, at the steps ``now [num_reqs or 1, 1, 1]``.
+    """Update the mirror of all requests, at the step ``now []``.
 
     With `is_sorted` what was missing is fetched in the order of positions.
     """
@@ -319,7 +307,7 @@ def _diff(
     if bool((num_fill > 0).any()):
         # The new ones are resident already; nothing is evicted where there is room.
         occupied = torch.cat([resident_pos, fetch_pos], dim=-1)
-        positions, chosen = _fillers(occupied, hi, lo, num_fill, shape[-1])
+        positions, chosen = _fillers(occupied, hi, num_fill, shape[-1])
         _compact(positions, chosen, num_taken, fetch_pos)
 
     is_fetched = fetch_pos >= 0

@@ -393,7 +393,6 @@ class CacheEngine:
             num_protected=selection.num_sink_tokens,
             num_target=num_target[:batch_size],
             hi=hi[:batch_size],
-            lo=0,
             fetch_cap=selection.fetch_cap_tokens,
             selected_scores=chosen_scores,
             active=active,

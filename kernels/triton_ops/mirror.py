@@ -98,12 +98,12 @@ def _list_victims(out, slot, used, now, may_evict, num_evict, count):
 
 
 @triton.jit
-def _take_fillers(out, bits, count, lo, end, BLOCK: tl.constexpr):
+def _take_fillers(out, bits, count, end, BLOCK: tl.constexpr):
     """Write the `count` highest positions below `end` whose bits are not set; return how many."""
     num_found = tl.zeros([], tl.int32)
-    while (num_found < count) & (end > lo):
+    while (num_found < count) & (end > 0):
         filler = end - 1 - tl.arange(0, BLOCK)
-        is_free = filler >= lo
+        is_free = filler >= 0
         word = tl.load(bits + (filler >> 5), mask=is_free, other=0, volatile=True)
         is_free = is_free & (((word >> (filler & 31)) & 1) == 0)
         rank = num_found + tl.cumsum(is_free.to(tl.int32), 0)
@@ -115,8 +115,6 @@ def _take_fillers(out, bits, count, lo, end, BLOCK: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "step",
-        "lo",
         "num_protected",
         "cap",
         "num_first",
@@ -128,13 +126,13 @@ def _take_fillers(out, bits, count, lo, end, BLOCK: tl.constexpr):
 def _mirror_kernel(
     selected, selected_scores, resident_pos, last_used, rows, step, num_target, hi, active,
     counters, bits, places, fetch_pos, fetch_slot, log_weight,
-    num_heads, num_selected, num_first, num_resident, num_protected, lo, cap, num_words,
+    num_heads, num_selected, num_first, num_resident, num_protected, cap, num_words,
     sel_stride_b, sel_stride_h, sel_stride_n, score_stride_b, score_stride_h, score_stride_n,
     pos_stride_b, pos_stride_h, pos_stride_n, used_stride_b, used_stride_h, used_stride_n,
-    step_stride, bits_stride_b, bits_stride_h, places_stride_b, places_stride_h,
+    bits_stride_b, bits_stride_h, places_stride_b, places_stride_h,
     weight_stride_b, weight_stride_h,
     HAS_SCORES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_ACTIVE: tl.constexpr,
-    HAS_COUNTERS: tl.constexpr, IS_TENSOR: tl.constexpr,
+    HAS_COUNTERS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, BLOCK_ZEROS: tl.constexpr, BLOCK_CAP: tl.constexpr,
     BLOCK_FILL: tl.constexpr, NUM_SAMPLES: tl.constexpr,
@@ -153,10 +151,7 @@ def _mirror_kernel(
     is_active = req >= 0
     if HAS_ACTIVE:
         is_active = tl.load(active + req) != 0
-    now = step
-    if IS_TENSOR:
-        now = tl.load(step + req * step_stride)
-    now = now.to(last_used.dtype.element_ty)
+    now = tl.load(step).to(last_used.dtype.element_ty)
     book = req
     if HAS_ROWS:
         book = tl.load(rows + req).to(tl.int64)
@@ -266,9 +261,7 @@ def _mirror_kernel(
         _set_bits(is_resident, taken, is_taken)
         tl.debug_barrier()
         last = tl.minimum(tl.load(hi + req), num_words * 32).to(tl.int32)
-        num_fetched += _take_fillers(
-            out_pos + num_taken, is_resident, num_fill, lo, last, BLOCK_FILL
-        )
+        num_fetched += _take_fillers(out_pos + num_taken, is_resident, num_fill, last, BLOCK_FILL)
 
     tl.debug_barrier()
     is_fetched = column < num_fetched
@@ -312,11 +305,10 @@ def mirror_diff(
     resident_pos: torch.Tensor,
     last_used: torch.Tensor,
     *,
-    step: int | torch.Tensor,
+    step: torch.Tensor,
     num_protected: int,
     num_target: torch.Tensor,
     hi: torch.Tensor,
-    lo: int,
     fetch_cap: int,
     selected_scores: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
@@ -348,8 +340,6 @@ def mirror_diff(
     bits, num_words = scratch.bits, scratch.bits.shape[-1] // 2
     block_words = triton.next_power_of_2(num_words)
     places = bits if scratch.places is None else scratch.places
-    is_tensor = isinstance(step, torch.Tensor)
-    per_req = isinstance(step, torch.Tensor) and step.dim() > 0 and step.numel() > 1
     scores = selected if selected_scores is None else selected_scores
     flags = num_target if active is None else active.view(torch.int8)
     num_samples = 0 if log_weight is None else log_weight.shape[-1]
@@ -358,14 +348,13 @@ def mirror_diff(
         selected, scores, resident_pos, last_used, num_target if rows is None else rows,
         step, num_target, hi, flags, num_target if counters is None else counters, bits, places,
         fetch_pos, fetch_slot, scores if log_weight is None else log_weight,
-        num_heads, selected.shape[-1], num_first, num_resident, num_protected, lo,
+        num_heads, selected.shape[-1], num_first, num_resident, num_protected,
         fetch_cap, num_words,
         *selected.stride(), *scores.stride(), *resident_pos.stride(), *last_used.stride(),
-        step.stride(0) if per_req and isinstance(step, torch.Tensor) else 0,
         *bits.stride()[:2], *places.stride()[:2],
         *((0, 0) if log_weight is None else log_weight.stride()[:2]),
         HAS_SCORES=selected_scores is not None, HAS_ROWS=rows is not None,
-        HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
+        HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None,
         BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head,
         BLOCK_WORDS=block_words if block_words <= _MAX_WORDS else 0,
         BLOCK_ZEROS=min(2 * block_words, _MAX_ZEROS), BLOCK_CAP=block_cap, BLOCK_FILL=1024,

@@ -186,11 +186,10 @@ class DeviceTimings:
         sets = torch.zeros(shape, device=device, dtype=self._dtype)
         table, rows = self._slots(context // sizes.page), torch.arange(sizes.batch, device=device)
         options: dict[str, Any] = {
-            "step": torch.full((sizes.batch,), 1000, dtype=torch.int32, device=device),
+            "step": torch.tensor(1000, dtype=torch.int32, device=device),
             "num_protected": sizes.num_sink,
             "num_target": torch.full((sizes.batch,), sizes.resident, device=device),
             "hi": torch.full((sizes.batch,), context, device=device),
-            "lo": 0,
             "fetch_cap": sizes.fetch_cap,
             "selected_scores": torch.rand(selected.shape, device=device),
             "scratch": make_mirror_scratch(*heads, context, device, may_repeat=False),

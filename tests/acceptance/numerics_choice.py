@@ -138,7 +138,7 @@ def mirror(draw: Draw) -> Iterator[Compared]:
     num_resident, k = draw.number("num_resident", 1, 90, 20), draw.number("k", 0, 60, 16)
     context, cap = num_resident + draw.number("more", 1, 300, 40), draw.number("cap", 0, 40, 12)
     is_scored, has_idle = draw.flag("scored"), draw.flag("idle")
-    num_sink, lo = draw.number("sink", 0, 5), draw.number("lo", 0, 6)
+    num_sink = draw.number("sink", 0, 5)
     num_samples = 2 * draw.number("half_samples", 1, 16, 4)
     want = _books(draw, num_reqs, heads, num_resident, context)
     rows, got = None, (want.pos.clone(), want.used.clone())
@@ -154,11 +154,11 @@ def mirror(draw: Draw) -> Iterator[Compared]:
         selected, scores = _selection(draw, want.hi, heads, k, is_scored=is_scored)
         active = torch.rand(num_reqs) < 0.7 if has_idle else None
         fetch = mirror_diff(
-            selected, *got, step=step, num_protected=num_sink, num_target=want.target, hi=want.hi,
-            lo=lo, fetch_cap=cap, selected_scores=scores, active=active, rows=rows,
-            counters=counters, log_weight=weight, scratch=scratch,
+            selected, *got, step=torch.tensor(step), num_protected=num_sink,
+            num_target=want.target, hi=want.hi, fetch_cap=cap, selected_scores=scores,
+            active=active, rows=rows, counters=counters, log_weight=weight, scratch=scratch,
         )  # fmt: skip
-        limits = Limits(step, num_sink, lo, cap)
+        limits = Limits(step, num_sink, cap)
         for at in product(range(num_reqs), range(heads)):
             fetched: list[tuple[int, int]] = []
             if active is None or active[at[0]]:

@@ -84,7 +84,7 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
             chosen, scores = select(layer)
             fetched = mirror_diff(
                 chosen, books[layer], used[layer], step=step, num_protected=4, num_target=target,
-                hi=hi, lo=0, fetch_cap=args.cap, selected_scores=scores, active=active, rows=rows,
+                hi=hi, fetch_cap=args.cap, selected_scores=scores, active=active, rows=rows,
                 counters=counters, log_weight=weight, scratch=mirror_scratch,
             )  # fmt: skip
             exchange_rows(*kv, table, *fetched, *res, rows, page_size=page)

@@ -137,11 +137,10 @@ def bench_mirror(
     if num_samples:
         weights = torch.zeros(sizes.num_reqs, sizes.heads, num_samples, device=DEVICE)
     keywords = {
-        "step": torch.tensor([1000], dtype=torch.int32, device=DEVICE).expand(sizes.num_reqs),
+        "step": torch.tensor(1000, dtype=torch.int32, device=DEVICE),
         "num_protected": NUM_SINK,
         "num_target": torch.full((sizes.num_reqs,), sizes.resident, device=DEVICE),
         "hi": torch.full((sizes.num_reqs,), length, device=DEVICE),
-        "lo": 0,
         "fetch_cap": sizes.cap,
         "log_weight": weights,
     }

@@ -55,7 +55,6 @@ class Limits:
 
     step: int
     num_protected: int
-    lo: int
     fetch_cap: int
 
 
@@ -86,7 +85,7 @@ def mirrored(
     num_evicted = max(0, num_taken - len(may_fill))
     slots = may_fill[: num_taken - num_evicted] + sorted(slot for _, slot in victims[:num_evicted])
     positions = sorted(missing[:num_taken]) if is_sorted else missing[:num_taken]
-    for position in range(hi - 1, limits.lo - 1, -1):
+    for position in range(hi - 1, -1, -1):
         if len(slots) == min(len(may_fill), limits.fetch_cap) or num_evicted:
             break
         if position not in pos and position not in positions:

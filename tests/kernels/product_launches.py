@@ -132,18 +132,18 @@ def _mirror(
     new = partial(torch.empty, device=device)
     selected = (BATCH, KV_HEADS, k)
     books = (BATCH + 1 if scored else BATCH, KV_HEADS, resident)
-    options: dict[str, Any] = {"step": 7}
+    options: dict[str, Any] = {}
     if scored:
         options = {
-            "step": new((), dtype=I32), "selected_scores": new(selected),
+            "selected_scores": new(selected),
             "active": new(BATCH, dtype=torch.bool), "rows": new(BATCH, dtype=I64),
             "counters": new(3, dtype=I64),
             "log_weight": new(BATCH + 1, KV_HEADS, samples),
         }  # fmt: skip
     mirror_diff(
         new(selected, dtype=I32), new(books, dtype=I32), new(books, dtype=I32),
-        num_protected=SINK, num_target=new(BATCH, dtype=I32), hi=new(BATCH, dtype=I32), lo=SINK,
-        fetch_cap=CAP, **options,
+        step=new((), dtype=I32), num_protected=SINK, num_target=new(BATCH, dtype=I32),
+        hi=new(BATCH, dtype=I32), fetch_cap=CAP, **options,
         scratch=make_mirror_scratch(BATCH, KV_HEADS, context, device, may_repeat=not scored),
     )  # fmt: skip
 

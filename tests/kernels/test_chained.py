@@ -70,7 +70,7 @@ def replays(width: int, device: torch.device, *, num_steps: int) -> list[torch.T
             chosen, scores = score_topk(scan, budget, scratch=scratch)
             fetched = mirror_diff(
                 chosen, books[layer], used[layer], step=step, num_protected=sink,
-                num_target=target, hi=hi, lo=0, fetch_cap=cap, selected_scores=scores,
+                num_target=target, hi=hi, fetch_cap=cap, selected_scores=scores,
                 active=active, rows=rows, counters=counters, log_weight=local,
                 scratch=mirror_scratch,
             )  # fmt: skip

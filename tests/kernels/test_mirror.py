@@ -36,9 +36,7 @@ def any_call(draw: st.DrawFn) -> dict[str, Any]:
         ),
         "num_target": draw(per_req),
         "hi": draw(per_req),
-        "limits": Limits(
-            step, draw(st.integers(0, 8)), draw(st.integers(0, 6)), draw(st.integers(0, 8))
-        ),
+        "limits": Limits(step, draw(st.integers(0, 8)), draw(st.integers(0, 8))),
     }
 
 
@@ -54,8 +52,8 @@ def test_equals_the_oracle(call: dict[str, Any]) -> None:
     num_resident = len(call["resident_pos"][0][0])
     pos, used = rows(call["resident_pos"], num_resident), rows(call["last_used"], num_resident)
     fetch_pos, fetch_slot = mirror_diff(
-        selected, pos, used, step=limits.step, num_protected=limits.num_protected,
-        num_target=torch.tensor(call["num_target"]), hi=torch.tensor(call["hi"]), lo=limits.lo,
+        selected, pos, used, step=torch.tensor(limits.step), num_protected=limits.num_protected,
+        num_target=torch.tensor(call["num_target"]), hi=torch.tensor(call["hi"]),
         fetch_cap=limits.fetch_cap,
     )  # fmt: skip
     assert fetch_pos.dtype == fetch_slot.dtype == torch.int32
@@ -98,7 +96,7 @@ def test_invariants_over_a_growing_request(data: st.DataObject) -> None:
         before = pos.clone()
         target = min(num_resident, length)
         fetch_pos, fetch_slot = mirror_diff(
-            selected, pos, used, step=torch.tensor([step]), num_protected=sink, lo=sink,
+            selected, pos, used, step=torch.tensor(step), num_protected=sink,
             num_target=torch.tensor([target]), hi=torch.tensor([length]), fetch_cap=cap,
         )  # fmt: skip
         filled = (pos >= 0).sum(-1)
@@ -123,8 +121,8 @@ def test_worked_example() -> None:
     pos = torch.tensor([[[0, 4, 5, 6, -1, -1]]], dtype=torch.int32)
     used = torch.tensor([[[1, 1, 3, 2, -1, -1]]], dtype=torch.int32)
     fetch_pos, fetch_slot = mirror_diff(
-        selected, pos, used, step=4, num_protected=1, num_target=torch.tensor([5]),
-        hi=torch.tensor([12]), lo=1, fetch_cap=4,
+        selected, pos, used, step=torch.tensor(4), num_protected=1, num_target=torch.tensor([5]),
+        hi=torch.tensor([12]), fetch_cap=4,
     )  # fmt: skip
     # 4 is touched; 9 takes the one empty slot within the target, 7 evicts 6 (used in step 2).
     assert fetch_pos.tolist() == [[[9, 7, -1, -1]]]
@@ -148,9 +146,9 @@ def test_scores_decide_and_idle_rows_stay(call: dict[str, Any], data: st.DataObj
     num_resident = len(call["resident_pos"][0][0])
     pos, used = rows(call["resident_pos"], num_resident), rows(call["last_used"], num_resident)
     fetch = mirror_diff(
-        rows(heads, width), pos, used, step=limits.step, num_protected=limits.num_protected,
-        num_target=torch.tensor(call["num_target"]), hi=torch.tensor(call["hi"]), lo=limits.lo,
-        fetch_cap=limits.fetch_cap, active=torch.tensor(active),
+        rows(heads, width), pos, used, step=torch.tensor(limits.step),
+        num_protected=limits.num_protected, num_target=torch.tensor(call["num_target"]),
+        hi=torch.tensor(call["hi"]), fetch_cap=limits.fetch_cap, active=torch.tensor(active),
         selected_scores=torch.tensor(scores).reshape(len(heads), len(heads[0]), width),
     )  # fmt: skip
     for req, head_rows in enumerate(heads):
@@ -177,11 +175,12 @@ def test_scores_decide_and_idle_rows_stay(call: dict[str, Any], data: st.DataObj
 def test_bad_arguments() -> None:
     state = torch.zeros(2, 1, 4, dtype=torch.int32)
     arguments: dict[str, Any] = {
-        "step": 1, "num_protected": 0, "num_target": torch.zeros(2, dtype=torch.int64),
-        "hi": torch.zeros(2, dtype=torch.int64), "lo": 0, "fetch_cap": 1,
+        "step": torch.tensor(1), "num_protected": 0,
+        "num_target": torch.zeros(2, dtype=torch.int64),
+        "hi": torch.zeros(2, dtype=torch.int64), "fetch_cap": 1,
     }  # fmt: skip
     for name, value in (
-        ("fetch_cap", -1), ("lo", -1), ("num_protected", -2), ("hi", torch.zeros(3).long()),
+        ("fetch_cap", -1), ("num_protected", -2), ("hi", torch.zeros(3).long()),
         ("num_target", torch.zeros(2)), ("step", torch.zeros(3).long()),
         ("step", torch.zeros(2, 1).long()), ("active", torch.zeros(3, dtype=torch.bool)),
         ("selected_scores", torch.zeros(2, 1, 3)), ("scratch", make_mirror_scratch(1, 1, 9, "cpu")),

@@ -57,7 +57,7 @@ def test_weights_share_out_what_is_not_resident() -> None:
     weight = torch.zeros(1, 2, 8)
     mirror_diff(
         torch.full((1, 2, 1), -1, dtype=torch.int32), resident, torch.zeros_like(resident),
-        step=1, num_protected=2, num_target=torch.tensor([5]), hi=torch.tensor([19]), lo=0,
+        step=torch.tensor(1), num_protected=2, num_target=torch.tensor([5]), hi=torch.tensor([19]),
         fetch_cap=0, log_weight=weight,
     )  # fmt: skip
     left_out = 19 - 5
@@ -76,7 +76,7 @@ def test_nothing_is_left_out_where_all_is_resident() -> None:
     weight = torch.zeros(1, 1, 4)
     mirror_diff(
         torch.full((1, 1, 1), -1, dtype=torch.int32), resident, torch.zeros_like(resident),
-        step=1, num_protected=2, num_target=torch.tensor([12]), hi=torch.tensor([12]), lo=0,
+        step=torch.tensor(1), num_protected=2, num_target=torch.tensor([12]), hi=torch.tensor([12]),
         fetch_cap=1, log_weight=weight,
     )  # fmt: skip
     assert weight.tolist() == [[[-math.inf] * 4]]
@@ -163,6 +163,7 @@ def test_odd_numbers_are_refused(num_samples: int) -> None:
     state = torch.zeros(1, 1, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match=f"num_samples={num_samples}"):
         mirror_diff(
-            state, state, state.clone(), step=1, num_protected=0, num_target=torch.tensor([0]),
-            hi=torch.tensor([0]), lo=0, fetch_cap=1, log_weight=torch.zeros(1, 1, num_samples),
+            state, state, state.clone(), step=torch.tensor(1), num_protected=0,
+            num_target=torch.tensor([0]), hi=torch.tensor([0]), fetch_cap=1,
+            log_weight=torch.zeros(1, 1, num_samples),
         )  # fmt: skip

@@ -66,7 +66,8 @@ def test_replayed_step_keeps_mirror_and_rows_together() -> None:
     selected = torch.zeros((reqs, heads, k), dtype=torch.int32, device="cuda")
     scores = torch.zeros(selected.shape, device="cuda")
     active = torch.ones(reqs, dtype=torch.bool, device="cuda")
-    step, hi = (torch.zeros(reqs, dtype=torch.int64, device="cuda") for _ in range(2))
+    hi = torch.zeros(reqs, dtype=torch.int64, device="cuda")
+    step = torch.zeros((), dtype=torch.int64, device="cuda")
     target = torch.zeros_like(hi)
     resident = torch.full((2, reqs, heads, slots), -1, dtype=torch.int32, device="cuda")
     used = torch.full_like(resident, -1)
@@ -77,7 +78,7 @@ def test_replayed_step_keeps_mirror_and_rows_together() -> None:
     res = torch.zeros((2, 2, reqs, slots, heads, dim), dtype=torch.bfloat16, device="cuda")
     fetch = torch.zeros((2, reqs, heads, cap), dtype=torch.int32, device="cuda")
     keywords = {
-        "step": step, "num_protected": 4, "num_target": target, "hi": hi, "lo": 0,
+        "step": step, "num_protected": 4, "num_target": target, "hi": hi,
         "fetch_cap": cap, "selected_scores": scores, "active": active,
     }  # fmt: skip
 

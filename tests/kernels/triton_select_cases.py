@@ -18,6 +18,7 @@ from tandemkv.kernels.triton_ops import position_pooling as triton_pooling
 from tandemkv.kernels.triton_ops import topk as triton_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.int32, torch.int64)
 exchange, mirror, pooling = (
     in_plain_torch(name) for name in ("exchange", "mirror", "position_pooling")
 )
@@ -131,15 +132,13 @@ def mirror_call(generator: torch.Generator, sizes: tuple[int, ...], step: int) -
         "active": (None, draw(0, 1, num_reqs) > 0, draw(0, 1, num_reqs).to(torch.int8))[
             int(draw(0, 2))
         ],
-        "step": (step, torch.tensor(step, device=DEVICE), draw(step, step, num_reqs))[
-            int(draw(0, 2))
-        ],
+        "step": torch.tensor(step, dtype=DTYPES[int(draw(0, 1))], device=DEVICE),
         "num_protected": int(draw(0, 3)), "num_target": draw(0, num_resident, num_reqs),
-        "hi": draw(0, context, num_reqs).int(), "lo": int(draw(0, 5)),
+        "hi": draw(0, context, num_reqs).int(),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("cap", "max_words"), [(0, 8192), (1, 8192), (7, 1), (30, 8192)])
 @pytest.mark.parametrize("holes", [True, False])
 def test_mirror_over_many_steps(
@@ -221,7 +220,8 @@ def test_mirror_as_it_is_served(context: int) -> None:
         order = torch.randperm(k)
         selected, scores = best.indices[..., order].int(), best.values[..., order]
         options = {
-            "step": step, "num_protected": 4, "num_target": target, "hi": hi, "lo": 0,
+            "step": torch.tensor(step, device=DEVICE), "num_protected": 4, "num_target": target,
+            "hi": hi,
             "fetch_cap": cap, "rows": rows, "selected_scores": scores.to(DEVICE).contiguous(),
         }  # fmt: skip
         fetched = []
@@ -238,7 +238,7 @@ def test_mirror_needs_scratch_and_few_slots() -> None:
     state = torch.zeros(1, 1, 4, dtype=torch.int32, device=DEVICE)
     end = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     keywords = {
-        "step": 1, "num_protected": 0, "num_target": end, "hi": end, "lo": 0, "fetch_cap": 1
+        "step": end[0], "num_protected": 0, "num_target": end, "hi": end, "fetch_cap": 1
     }  # fmt: skip
     with pytest.raises(ValueError, match="make_mirror_scratch"):
         triton_mirror.mirror_diff(state, state, state.clone(), **keywords)
