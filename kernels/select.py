@@ -13,7 +13,7 @@ from tandemkv.kernels.check import Dims, check_int, fail
 from tandemkv.kernels.dispatch import uses_triton
 from tandemkv.kernels.position_pooling import check_reach, pool_positions
 from tandemkv.kernels.score import KeyScan, ScoreScratch, make_score_scratch, score_keys
-from tandemkv.kernels.topk import make_topk_scratch, topk_positions
+from tandemkv.kernels.topk import best_scored, make_topk_scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +99,7 @@ def score_topk(
         return on_gpu(
             keys, k, scratch=scratch, scan_stream=scan_stream, pooled_positions=pooled_positions
         )
-    scores = pool_positions(score_keys(keys), *pooled_positions)
-    out_scores = torch.empty((*scores.shape[:2], k), device=scores.device)
-    return topk_positions(scores, k, sort=False, out_scores=out_scores), out_scores
+    return best_scored(pool_positions(score_keys(keys), *pooled_positions), k)
 
 
 def _check_scratch(dims: Dims, scratch: SelectScratch, width: int) -> None:

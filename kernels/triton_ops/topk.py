@@ -283,7 +283,23 @@ def topk_positions(
     scratch: torch.Tensor | None = None,
     out_scores: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Choose positions; see `tandemkv.kernels.topk.topk_positions`."""
+    """Choose positions; see `tandemkv.kernels.topk.topk_positions`.
+
+    Parameters
+    ----------
+    scores, k
+        As there.
+    lo, hi : torch.Tensor, optional
+        ``[num_reqs]``, int32 or int64, dense. Only positions of ``[lo, hi)`` count; what stands
+        elsewhere may be anything. By default 0 and ``max_len``, to which they are clamped.
+    sort : bool
+        False leaves the order of the chosen ones open.
+    scratch : torch.Tensor, optional
+        From `make_topk_scratch`; by default allocated by each call.
+    out_scores : torch.Tensor, optional
+        ``[num_reqs, num_kv_heads, k]``, float32, contiguous. Written: the scores of the chosen
+        positions, ``-inf`` for padding.
+    """
     num_reqs, num_heads, width = scores.shape
     num_rows, capacity = num_reqs * num_heads, capacity_of(k)
     out = torch.empty((num_reqs, num_heads, k), dtype=torch.int32, device=scores.device)

@@ -36,18 +36,8 @@ def topk(draw: Draw) -> Iterator[Compared]:
     shape = draw.number("num_reqs", 1, 4, 2), draw.number("heads", 1, 4, 2)
     width = draw.number("width", 1, 3000, 500)
     k, scores = draw.number("k", 0, width + 10), _contents(draw, *shape, width)
-    lo, hi = (
-        draw.integers(-2, width + 3, shape[0]).to(draw.dtype(name, INTS)) if given else None
-        for name, given in (("lo", draw.flag("has_lo")), ("hi", draw.flag("has_hi")))
-    )
-    want, got_scores = best_positions(scores, (lo, hi), k), torch.empty(*shape, k)
-    is_sorted = draw.flag("sort")
-    got = topk_positions(scores, k, lo=lo, hi=hi, sort=is_sorted, out_scores=got_scores)
-    of_got = scores.gather(-1, got.clamp(min=0).long()).masked_fill(got < 0, -math.inf)
-    yield Compared("scores", got_scores, of_got, EXACT)
-    if not is_sorted:
-        got, want = got.sort(-1).values, want.sort(-1).values
-    yield Compared("positions", got, want, EXACT)
+    want = best_positions(scores, (None, None), k)
+    yield Compared("positions", topk_positions(scores, k), want, EXACT)
 
 
 def pooling(draw: Draw) -> Iterator[Compared]:

@@ -21,7 +21,8 @@ from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.samples import attend_samples, make_sample_scratch
-from tandemkv.kernels.topk import make_topk_scratch, topk_positions
+from tandemkv.kernels.topk import make_topk_scratch
+from tandemkv.kernels.triton_ops.topk import topk_positions
 
 DEVICE = "cuda"
 NUM_SINK = 4

@@ -33,7 +33,6 @@ from tandemkv.kernels.score import KeyScan, score_keys, score_window
 from tandemkv.kernels.select import score_topk
 from tandemkv.kernels.step_flags import StepWait
 from tandemkv.kernels.step_tables import CandidateTables, load_attended, load_candidates, load_ring
-from tandemkv.kernels.topk import topk_positions
 
 BATCH, QO_HEADS, KV_HEADS, DIM, HIDDEN, CONTEXT = 8, 32, 8, 128, 4096, 65536
 K, RESIDENT, RECENT, SINK, CAP, SAMPLES, LAYERS = 896, 900, 128, 4, 448, 1024, 36
@@ -283,6 +282,8 @@ def _topk(device: torch.device, *, k: int, context: int, bounded: bool) -> None:
     options: dict[str, Any] = {"out_scores": new(BATCH, KV_HEADS, k)}
     if bounded:
         options |= {"lo": new(BATCH, dtype=I32), "hi": new(BATCH, dtype=I32)}
+    from tandemkv.kernels.triton_ops.topk import topk_positions
+
     topk_positions(new(BATCH, KV_HEADS, context), k, sort=False, **options)
 
 

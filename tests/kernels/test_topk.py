@@ -8,13 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandemkv.kernels.topk import make_topk_scratch, topk_positions
+from tandemkv.kernels.topk import best_scored, topk_positions
 
 SCORES = st.sampled_from([-math.inf, math.nan, -2.5, 0.0, 1.0, 1.5, 3e38, math.inf])
 
 
 @given(st.lists(SCORES, min_size=0, max_size=12), st.integers(0, 14))
 def test_scores_of_the_positions_are_the_best(scores: list[float], k: int) -> None:
+    scores = torch.tensor(scores).tolist()  # as float32 has them
     result = topk_positions(torch.tensor(scores).reshape(1, 1, -1), k)
     assert result.dtype == torch.int32
     assert result.shape == (1, 1, k)
@@ -24,6 +25,9 @@ def test_scores_of_the_positions_are_the_best(scores: list[float], k: int) -> No
     assert [scores[p] for p in found] == best
     assert len(set(found)) == len(found)
     assert padding == [-1] * (k - len(best))
+    again, found_scores = best_scored(torch.tensor(scores).reshape(1, 1, -1), k)
+    assert torch.equal(again, result)
+    assert found_scores[0, 0].tolist() == best + [-math.inf] * len(padding)
 
 
 def test_heads_are_independent_and_ties_deterministic() -> None:
@@ -35,33 +39,6 @@ def test_heads_are_independent_and_ties_deterministic() -> None:
         for head in range(4):
             alone = topk_positions(scores[req : req + 1, head : head + 1], 257)
             assert torch.equal(alone[0, 0], result[req, head])
-
-
-@given(
-    st.lists(SCORES, min_size=0, max_size=9),
-    st.integers(0, 11),
-    st.integers(-1, 10),
-    st.integers(-1, 11),
-    st.booleans(),
-)
-def test_only_scores_inside_the_bounds_count(
-    scores: list[float], k: int, lo: int, hi: int, sort: bool
-) -> None:
-    scores = torch.tensor(scores).tolist()  # as float32 has them
-    out_scores = torch.empty(2, 1, k)
-    result = topk_positions(
-        torch.tensor([scores, scores]).reshape(2, 1, -1), k, lo=torch.tensor([lo, 0]),
-        hi=torch.tensor([hi, len(scores)]), sort=sort, out_scores=out_scores,
-    )  # fmt: skip
-    for req, inside in enumerate((range(max(lo, 0), min(hi, len(scores))), range(len(scores)))):
-        best = sorted((scores[p] for p in inside if scores[p] > -math.inf), reverse=True)[:k]
-        positions = [p for p in result[req, 0].tolist() if p >= 0]
-        assert set(positions) <= set(inside)
-        assert len(set(positions)) == len(best)
-        assert sorted((scores[p] for p in positions), reverse=True) == best
-        chosen = out_scores[req, 0].tolist()
-        assert chosen == [scores[p] for p in positions] + [-math.inf] * (k - len(best))
-        assert result[req, 0, len(best) :].tolist() == [-1] * (k - len(best))
 
 
 def test_of_equal_scores_the_lowest_positions() -> None:
@@ -77,12 +54,3 @@ def test_bad_arguments() -> None:
         topk_positions(torch.zeros(1, 1, 1, dtype=torch.bfloat16), 1)
     with pytest.raises(ValueError, match=r"scores\.shape"):
         topk_positions(torch.zeros(1, 1), 1)
-    scores = torch.zeros(2, 3, 4)
-    with pytest.raises(ValueError, match=r"hi\.shape=\(1,\)"):
-        topk_positions(scores, 1, hi=torch.zeros(1).long())
-    with pytest.raises(ValueError, match=r"lo\.dtype"):
-        topk_positions(scores, 1, lo=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"out_scores\.shape"):
-        topk_positions(scores, 1, out_scores=torch.zeros(2, 3, 2))
-    with pytest.raises(ValueError, match="make_topk_scratch"):
-        topk_positions(scores, 1, scratch=make_topk_scratch(1, 3, 1, "cpu"))

@@ -9,7 +9,7 @@ import torch
 from tandemkv.kernels.dispatch import plain
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
-from tandemkv.kernels.topk import make_topk_scratch, topk_positions
+from tandemkv.kernels.topk import make_topk_scratch
 
 pytest.importorskip("triton")
 
@@ -31,6 +31,8 @@ def best_positions(scores: torch.Tensor, lo: int, hi: int, k: int) -> list[int]:
 
 @pytest.mark.gpu
 def test_replayed_topk_follows_the_contents() -> None:
+    from tandemkv.kernels.triton_ops.topk import topk_positions
+
     shape, k = (4, 2, 40000), 2048
     scores = torch.empty(shape, device="cuda")
     lo, hi = (torch.zeros(4, dtype=torch.int32, device="cuda") for _ in range(2))
