@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directory through which the ranks of one machine find and trust each other.
 
-It holds the ipc sockets, the token and whatever else a launch makes; shared
-memory that cannot lie in it carries its name (`RunDir.shared_memory_prefix`). Nobody but its owner
-can enter it: that, not the token, is what keeps other users of the machine out.
+It holds the ipc sockets, the token and whatever else a launch makes. Nobody but its owner can enter
+it: that, not the token, is what keeps other users of the machine out.
 """
 
 from __future__ import annotations
@@ -122,17 +121,9 @@ class RunDir:
         return RunDir.create(path) if create else RunDir(path)
 
     @property
-    def shared_memory_prefix(self) -> str:
-        """How names of shared memory of this directory's ranks begin, in ``/dev/shm``.
-
-        Segments that are named so are removed with the directory, however the ranks end.
-        """
-        return f"tandemkv-{self.instance}-"
-
-    @property
     def made(self) -> tuple[str, ...]:
         """Patterns of all paths that a launch makes, logs apart."""
-        return (f"/dev/shm/{self.shared_memory_prefix}*", *self._patterns(_MADE))
+        return self._patterns(_MADE)
 
     @cached_property
     def token(self) -> bytes:
@@ -170,7 +161,7 @@ class RunDir:
         return last + 1
 
     def remove(self) -> None:
-        """Delete the directory with all that it holds, and shared memory that belongs to it."""
+        """Delete the directory with all that it holds."""
         self.clear()
         shutil.rmtree(self.path, ignore_errors=True)
 

@@ -191,14 +191,6 @@ def test_the_pulse_of_a_cache_rank_is_how_long_its_work_stands_still(
         server.close()
 
 
-def test_shared_memory_of_the_directory_goes_with_it(launch: ResolvedLaunch) -> None:
-    run_dir = RunDir.create(launch.settings.run_dir)
-    segment = Path("/dev/shm") / f"{run_dir.shared_memory_prefix}link"
-    segment.write_bytes(b"rows")
-    clean_run_dir(run_dir, is_ours=False, keep_logs=False)
-    assert not segment.exists()
-
-
 def test_a_folder_of_the_user_is_not_taken_for_ours(launch: ResolvedLaunch) -> None:
     run_dir = RunDir.create(launch.settings.run_dir)
     for name in ("tmp", "metrics", "store-7-notes"):
