@@ -10,7 +10,7 @@ from tandemkv.kernels.dispatch import uses_triton
 from tandemkv.kernels.slot_rules import latest_slots
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class CandidateTables:
     """What `load_candidates` fills; checked once, because every step passes it."""
 
@@ -25,7 +25,7 @@ class CandidateTables:
     active: torch.Tensor
     """``[max_batch]``, bool. Whether a selection is made for the request."""
     pages: torch.Tensor
-    """``[max_batch, max_pages]``, int32."""
+    """``[max_batch, max_pages]``, int32. Page that each run of `page_size` positions lies in."""
     step: torch.Tensor
     selections: torch.Tensor
     """``[]``, int32 and int64. Steps loaded, and selections that they ask for."""

@@ -12,25 +12,16 @@ from tandemkv.kernels.step_tables import CandidateTables, load_candidates
 from tandemkv.kernels.to_device import to_device
 
 
-class DecodeBatch:
+class DecodeBatch(CandidateTables):
     """What the kernels of a step read, filled at its beginning.
+
+    A request is `active` if its resident set may change; not padding (row 0), and not requests that
+    are dense and will be for a while.
 
     Attributes
     ----------
-    rows, positions : torch.Tensor
-        ``[max_batch]`` int64; the position is that of the newest token.
-    lengths, lo, hi, num_target : torch.Tensor
-        ``[max_batch]`` int32: tokens after the step, candidates ``[lo, hi)``, resident slots
-        that have to be filled.
     next_hi, next_num_target : torch.Tensor
-        The same as of the next step; `look_forward` fills them.
-    active : torch.Tensor
-        ``[max_batch]`` bool: the request's resident set may change; not for padding (row 0), and
-        not for requests that are dense and will be for a while.
-    pages : torch.Tensor
-        ``[max_batch, max_pages]`` int32: page that each run of `page_size` positions lies in.
-    step : torch.Tensor
-        ``[]`` int32, counts the steps.
+        As `hi` and `num_target`, of the next step; `look_forward` fills them.
     num_cold : torch.Tensor
         ``[]`` int32: longest request that is not selected for; `set_num_cold` changes it.
 
@@ -60,29 +51,21 @@ class DecodeBatch:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.rows = zeros(max_batch, dtype=torch.int64)
-        self.positions = zeros(max_batch, dtype=torch.int64)
-        self.lengths = zeros(max_batch)
-        self.lo, self.hi, self.num_target = zeros(max_batch), zeros(max_batch), zeros(max_batch)
-        self.next_hi, self.next_num_target = zeros(max_batch), zeros(max_batch)
-        self.active = zeros(max_batch, dtype=torch.bool)
-        self.pages = zeros(max_batch, -(-max_context // page_size))
-        self.step = zeros()
-        self.num_cold = zeros().fill_(self._num_cold)
-        self._slow: torch.Tensor | None = None
-        self._selections = selections
-        self._tables = CandidateTables(
-            rows=self.rows,
-            positions=self.positions,
-            lengths=self.lengths,
-            lo=self.lo,
-            hi=self.hi,
-            num_target=self.num_target,
-            active=self.active,
-            pages=self.pages,
-            step=self.step,
+        super().__init__(
+            rows=zeros(max_batch, dtype=torch.int64),
+            positions=zeros(max_batch, dtype=torch.int64),
+            lengths=zeros(max_batch),
+            lo=zeros(max_batch),
+            hi=zeros(max_batch),
+            num_target=zeros(max_batch),
+            active=zeros(max_batch, dtype=torch.bool),
+            pages=zeros(max_batch, -(-max_context // page_size)),
+            step=zeros(),
             selections=selections,
         )
+        self.next_hi, self.next_num_target = zeros(max_batch), zeros(max_batch)
+        self.num_cold = zeros().fill_(self._num_cold)
+        self._slow: torch.Tensor | None = None
 
     def set_num_cold(self, num_cold: int) -> None:
         """Let steps that are loaded from now on select for requests of more than `num_cold`."""
@@ -98,7 +81,7 @@ class DecodeBatch:
         """
         active = self.active[: len(slow)]
         self._slow = to_device(slow.tolist(), active.device, torch.bool) & active
-        self._selections += self._slow.sum() * num_layers
+        self.selections += self._slow.sum() * num_layers
         if not fills_others:
             active &= self._slow
 
@@ -132,7 +115,7 @@ class DecodeBatch:
             rows,
             lengths,
             req_to_token[:, :: self._page_size],
-            self._tables,
+            self,
             page_size=self._page_size,
             num_sink=self._sink,
             num_excluded=self._num_recent - lag,
