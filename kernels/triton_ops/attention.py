@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton version of `attend_paged`: split among programs, then combined."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -13,19 +11,8 @@ _SPLIT_LEN = 256
 _MAX_PAGED_SPLITS = 128
 _WIDE_COMBINE = 32
 _MIN_DOT = 16  # the smallest extent that tensor cores multiply
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagedTuning:
-    """Tokens of a tile, pipeline depth, warps, and programs in all, of `attend_paged`."""
-
-    block_n: int
-    stages: int
-    warps: int
-    programs: int
-
-
-PAGED = PagedTuning(block_n=64, stages=3, warps=4, programs=2048)
+_BLOCK_N, _STAGES, _NUM_WARPS = 64, 3, 4
+_PROGRAMS = 2048  # in all, about
 
 
 @triton.jit
@@ -126,8 +113,7 @@ def attend_paged(
     if not out.numel() or not max_len:
         return out.zero_(), lse.fill_(float("-inf"))
     # The grid depends on shapes only; each program takes an equal part of what is below `hi`.
-    tuning = PAGED
-    wanted = triton.cdiv(tuning.programs, num_reqs * num_kv_heads)
+    wanted = triton.cdiv(_PROGRAMS, num_reqs * num_kv_heads)
     num_splits = max(1, min(wanted, triton.cdiv(max_len, _SPLIT_LEN), _MAX_PAGED_SPLITS))
     part_out = out.new_empty((num_reqs, num_qo_heads, num_splits, head_dim))
     part_lse = out.new_empty((num_reqs, num_qo_heads, num_splits))
@@ -137,9 +123,9 @@ def attend_paged(
         q, k_pool, v_pool, slots, hi, part_out, part_lse,
         scale, max_len, head_dim, num_kv_heads, num_splits,
         *q.stride(), *k_pool.stride(), *v_pool.stride(), *slots.stride(), *hi.stride(),
-        GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)), BLOCK_N=tuning.block_n,
-        BLOCK_D=block_d, PAGE=page_size, STAGES=1 if q.dtype == torch.float32 else tuning.stages,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
+        GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)), BLOCK_N=_BLOCK_N,
+        BLOCK_D=block_d, PAGE=page_size, STAGES=1 if q.dtype == torch.float32 else _STAGES,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=_NUM_WARPS,
     )  # fmt: skip
     _combine_kernel[(num_reqs * num_qo_heads,)](
         part_out, part_lse, out, lse, num_splits, head_dim,

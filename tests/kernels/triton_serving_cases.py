@@ -2,7 +2,6 @@
 """RoPE and paged attention in Triton; run by `test_triton_ops` in a process of its own."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.triton_ops import attention as triton_attention
-from tandemkv.kernels.triton_ops.attention import PAGED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 as if its bits were integers.
@@ -56,7 +54,7 @@ def test_attend_to_pages(
     page_size: int, max_pages: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(7)
-    monkeypatch.setattr(triton_attention, "PAGED", replace(PAGED, programs=programs))
+    monkeypatch.setattr(triton_attention, "_PROGRAMS", programs)
     num_slots, heads = 3 * max_pages * page_size, 2
     k_pool, v_pool = torch.randn(2, num_slots, heads, 32, device=DEVICE).to(torch.float16)
     pages = torch.randperm(num_slots // page_size, dtype=torch.int32).view(3, -1).to(DEVICE)
