@@ -130,7 +130,11 @@ ONLY = {name: ("1", why) for name, why in _each(_ONE).items()} | {
     "--cuda-graph-backend-prefill": ("disabled", _PREFILL_GRAPHS),
 }
 """The one value that may be given."""
-ONLY_ON_CPU = {"--page-size": ("1", "SGLang pages larger than 1 need a GPU")}
+ONLY_ON_CPU = {
+    "--page-size": ("1", "SGLang pages larger than 1 need a GPU"),
+    # Up to 0.5.17 the first request with a grammar ends SGLang: it pins memory, and masks on GPUs.
+    "--grammar-backend": ("none", "SGLang needs a GPU for grammars and JSON schemas"),
+}
 NEVER = {
     "--load-format": ("remote_instance", _FIXED_WEIGHTS),
     "--page-size": ("0", "a page has one token at least"),

@@ -114,6 +114,7 @@ def test_no_other_argument_is_taken_for_a_refused_one(actions: list[argparse.Act
         ["--enable-kv-cache-sharding"], ["--enable-nvidia-mega"], ["--enable-layernorm-sp"],
         ["--startup-weight-load-mode", "overlap"], ["--dcp-size", "2"], ["--attn-cp-size=2"],
         ["--decode-context-parallel-size", "2"], ["--attention-context-parallel-size", "2"],
+        ["--grammar-backend", "xgrammar"], ["--grammar-b=llguidance"],
     ],
 )  # fmt: skip
 def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
@@ -142,9 +143,11 @@ def test_passes_other_sglang_arguments() -> None:
             "1",
             "--stream-interval=2",
             "--disable-radix-cache",
+            "--grammar-backend=none",
         ],
         device="cpu",
     )
+    check_sglang_args(["--grammar-backend", "xgrammar"], device="cuda")
     check_sglang_args(["--page-size", "16"], device="cuda")
     with pytest.raises(SettingsError, match=r"--page-size .* one token at least; any value but 0"):
         check_sglang_args(["--page-size", "0"], device="cuda")
