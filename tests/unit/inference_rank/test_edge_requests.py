@@ -186,6 +186,29 @@ def test_refuses(world: World, path: str, body: dict[str, Any], text: str) -> No
     assert world.refused == [400]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, NATIVE])
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"temperature": 10**400}, "temperature"),
+        ({"logit_bias": {"1": -(10**400)}}, "logit_bias[1]"),
+    ],
+)
+def test_an_integer_that_no_float_holds_is_refused_by_name(
+    world: World, path: str, field: dict[str, Any], param: str
+) -> None:
+    """It is JSON, and too long to be made a float of."""
+    body = {
+        COMPLETIONS: {"prompt": "x", **field},
+        CHAT: {"messages": MESSAGES, **field},
+        NATIVE: {"text": "x", "sampling_params": field},
+    }[path]
+    reply = world.post(path, body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == f"{'sampling_params.' * (path == NATIVE)}{param}"
+    assert "integer of 1329 bits" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("path", "body"), ALLOWED)
 def test_hands_on(world: World, path: str, body: dict[str, Any]) -> None:
     reply = world.post(path, body)
