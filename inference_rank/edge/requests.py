@@ -312,11 +312,16 @@ def _check(
 
 def _check_chat_prompt(body: dict[str, Any], limits: Limits) -> None:
     """Bound messages and tools together, for all of them are in the prompt."""
-    for position, message in enumerate(body["messages"]):
+    messages = body["messages"]
+    for position, message in enumerate(messages):
         if "role" not in message:
             role = f"messages[{position}].role"
             raise fault(role, f"{role} is missing", code=None)
-    length = json_bytes(body["messages"]) + json_bytes(body.get("tools", []))
+    is_alone = len(messages) == 1 and messages[0]["role"] == "assistant"
+    if is_alone and body.get("continue_final_message", False):
+        # SGLang takes it away before it applies the template, which then has none: 500.
+        raise wrong("messages", messages, "one before the assistant's, which is to be continued,")
+    length = json_bytes(messages) + json_bytes(body.get("tools", []))
     if length > limits.prompt_bytes():
         raise fault(
             "messages",

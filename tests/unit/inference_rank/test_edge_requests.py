@@ -186,6 +186,25 @@ def test_refuses(world: World, path: str, body: dict[str, Any], text: str) -> No
     assert world.refused == [400]
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize("content", ["x", None, [{"type": "text", "text": "x"}]])
+def test_a_message_that_is_continued_has_one_before_it(
+    world: World, path: str, content: object
+) -> None:
+    """SGLang takes it away, and fails at a template without messages."""
+    said = {"role": "assistant", "content": content}
+    reply = world.post(path, {"messages": [said], "continue_final_message": True})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "messages"
+    assert not world.behind.seen
+    for body in (
+        {"messages": [*MESSAGES, said], "continue_final_message": True},
+        {"messages": [said], "continue_final_message": False},
+        {"messages": MESSAGES, "continue_final_message": True},
+    ):
+        assert world.post(path, body).status_code == 200
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, NATIVE])
 @pytest.mark.parametrize(
     ("field", "param"),
