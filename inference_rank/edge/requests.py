@@ -23,6 +23,7 @@ from .values import (
     json_bytes,
     list_of,
     mapping,
+    number,
     one_or_list,
     only,
     string,
@@ -91,7 +92,15 @@ _COMPLETION: dict[str, Check] = {
 }
 _CONTENT_PART: dict[str, Check] = {"type": only("text"), "text": string(Limits.prompt_bytes)}
 _FOR_TEXT = "this server serves its model for text; images, video and audio are not accepted"
-_FUNCTION: dict[str, Check] = {"name": _SHORT, "arguments": string(Limits.prompt_bytes)}
+
+
+def _arguments(name: str, value: Any, limits: Limits) -> None:
+    """Check what a function was called with: JSON as a string, as OpenAI has it, or a mapping."""
+    bounded = mapping if isinstance(value, dict) else string
+    bounded(Limits.prompt_bytes)(name, value, limits)
+
+
+_FUNCTION: dict[str, Check] = {"name": _SHORT, "arguments": _arguments}
 _TOOL_CALL: dict[str, Check] = {
     "id": _SHORT,
     "index": integer(0, 1 << 20),
@@ -145,6 +154,12 @@ def _template_options(name: str, value: Any, limits: Limits) -> None:
             raise wrong(f"{name}.{key[:80]}", item, "a switch of the model's chat template")
 
 
+def _effort(name: str, value: Any, limits: Limits) -> None:
+    """Check ``reasoning_effort``: a level, or a number as SGLang's models with finer steps have."""
+    levels = only("none", "minimal", "low", "medium", "high", "xhigh", "max")
+    (levels if isinstance(value, str) else number(0, 0.99))(name, value, limits)
+
+
 _CHAT_PROMPT: dict[str, Check] = {
     "messages": list_of(mapping(Limits.prompt_bytes, _MESSAGE), _MOST_MESSAGES, least=1),
     "tools": tools,
@@ -152,7 +167,7 @@ _CHAT_PROMPT: dict[str, Check] = {
     "tool_choice": lambda name, value, limits: (
         mapping(1024) if isinstance(value, dict) else only("none", "auto", "required")
     )(name, value, limits),
-    "reasoning_effort": only("none", "minimal", "low", "medium", "high"),
+    "reasoning_effort": _effort,
     "chat_template_kwargs": _template_options,
     "continue_final_message": boolean,
 }
@@ -193,8 +208,16 @@ _TOKENIZE: dict[str, Check] = {
 
 
 def _tokens(name: str, value: Any, limits: Limits) -> None:
+    """Check one list of token ids or several; there is a text of none."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        list_of(_some_ids, Limits.most_completions)(name, value, limits)
+    else:
+        _some_ids(name, value, limits)
+
+
+def _some_ids(name: str, value: Any, limits: Limits) -> None:
     if value != []:
-        _prompt(name, value, limits)
+        token_ids(name, value, limits)
 
 
 _DETOKENIZE: dict[str, Check] = {
@@ -218,7 +241,7 @@ def check_chat(body: dict[str, Any], limits: Limits) -> int:
     """Check ``/v1/chat/completions``."""
     _check(body, _CHAT, limits, required="messages")
     _check_chat_prompt(body, limits)
-    if "top_logprobs" in body and not body.get("logprobs", False):
+    if body.get("top_logprobs", 0) and not body.get("logprobs", False):
         raise wrong("top_logprobs", body["top_logprobs"], "logprobs=true beside it")
     choice = body.get("tool_choice", "auto")
     if not limits.has_grammars and choice not in ("auto", "none"):

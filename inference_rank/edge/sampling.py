@@ -25,7 +25,7 @@ LEAST_REPETITION_PENALTY = 0.01
 MOST_TEMPERATURE = 10.0
 
 # An empty stop string would end every answer before it begins.
-_STOP = one_or_list(string(Limits.stop_bytes, least=1), Limits.most_stops)
+_STOP = one_or_list(string(Limits.stop_bytes, least=1), Limits.most_stops, least=0)
 
 SAMPLING: dict[str, Check] = {
     "temperature": number(0, MOST_TEMPERATURE),

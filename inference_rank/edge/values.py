@@ -99,9 +99,9 @@ def text_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def one_or_list(item: Check, most: Bound) -> Check:
-    """Return the check of one value, or a list of 1 to `most`."""
-    several = list_of(item, most, least=1)
+def one_or_list(item: Check, most: Bound, *, least: int = 1) -> Check:
+    """Return the check of one value, or a list of `least` to `most`."""
+    several = list_of(item, most, least=least)
 
     def check(name: str, value: Any, limits: Limits) -> None:
         (several if isinstance(value, list) else item)(name, value, limits)

@@ -11,6 +11,13 @@ from edge_world import CHAT, COMPLETIONS, NATIVE, World, make_world
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
+
+def _called(arguments: object) -> dict[str, Any]:
+    """An assistant's message that calls a function."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 100000}, "top_logprobs=100000"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "logprobs=true"),
@@ -40,7 +47,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens=0"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": 257}, "max_tokens=257"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": 2**70}, "max_tokens="),
-    (COMPLETIONS, {"prompt": "x", "stop": ["x"] * 17}, "a list of 1 to 16"),
+    (COMPLETIONS, {"prompt": "x", "stop": ["x"] * 17}, "a list of 0 to 16"),
     (COMPLETIONS, {"prompt": "x", "stop": "x" * 257}, "stop has 257 bytes"),
     (COMPLETIONS, {"prompt": "x", "stop": ["a", ""]}, r"stop[1] has 0 bytes"),
     (COMPLETIONS, {"prompt": "x", "stop": 3}, "stop=3"),
@@ -67,6 +74,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "return_hidden_states": True}, "return_hidden_states=true"),
     (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 0}, "logprobs=0: at least 1 with echo"),
     (COMPLETIONS, {}, "prompt is missing"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 3.0}, "max_tokens=3.0"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "maximal"}, "reasoning_effort='maximal'"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": 1.5}, "a number from 0 to 0.99"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": True}, "reasoning_effort=true"),
+    (CHAT, {"messages": [*MESSAGES, _called(5)]}, "arguments=5: a string is required"),
+    (CHAT, {"messages": [_called({"a": "x" * 4097})]}, "messages[0] has"),
+    ("/detokenize", {"tokens": "abc"}, "a list of token ids is required"),
+    ("/detokenize", {"tokens": [[], "a"]}, "tokens[1]='a'"),
+    ("/detokenize", {"tokens": [[], [1000]]}, "tokens[1][0]=1000"),
     (CHAT, {"messages": []}, "a list of 1 to"),
     (CHAT, {"messages": [{"content": "x"}]}, r"messages[0].role is missing"),
     (CHAT, {"messages": [{"role": "root", "content": "x"}]}, r"messages[0].role='root'"),
@@ -168,6 +184,18 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "x", "json_schema": "$$ANY$$"}),
     ("/v1/tokenize", {"model": "default", "prompt": "x"}),
     ("/v1/detokenize", {"tokens": []}),
+    ("/v1/detokenize", {"tokens": [[]]}),
+    ("/v1/detokenize", {"tokens": [[], [1, 2]]}),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "xhigh"}),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "max"}),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": 0.5}),
+    (CHAT, {"messages": [*MESSAGES, _called({"a": {"b": [1]}})]}),
+    (CHAT, {"messages": [*MESSAGES, _called("{}")]}),
+    (CHAT, {"messages": MESSAGES, "stop": []}),
+    (COMPLETIONS, {"prompt": "x", "stop": []}),
+    (NATIVE, {"text": "x", "sampling_params": {"stop": []}}),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 0}),
+    (CHAT, {"messages": MESSAGES, "logprobs": False, "top_logprobs": 0}),
 ]  # fmt: skip
 
 
