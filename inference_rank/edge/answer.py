@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -103,6 +103,8 @@ class Answer:
                 return
             found = _mapping(body)
             if not has_more and not isinstance(found.get("error"), dict):
+                if start["status"] < 500 and not _kind(start).startswith(b"application/json"):
+                    found = {"message": body.decode(errors="replace").strip()}
                 await self._fail(start, start["status"], found)
                 return
         self._start = None
@@ -112,8 +114,8 @@ class Answer:
     async def _fail(self, start: Message, status: int, error: Mapping[str, Any]) -> None:
         """Send an error in the place of what the application sends."""
         said = error.get("message", error.get("detail"))
-        text = said if isinstance(said, str) else "the server failed; its log says why"
-        text = text.partition(_WHERE)[0]
+        text = said.partition(_WHERE)[0] if isinstance(said, str) else ""
+        text = text or "the server failed; its log says why"
         body = error_body(status, text, error.get("param"), error.get("code"))
         headers = [
             *((name, value) for name, value in start["headers"] if name.lower() not in _OF_BODIES),
@@ -139,8 +141,15 @@ class Answer:
 
 
 def _is_stream(start: Message) -> bool:
-    kinds = (value for name, value in start["headers"] if name.lower() == b"content-type")
-    return next(kinds, b"").startswith(b"text/event-stream")
+    return _kind(start).startswith(b"text/event-stream")
+
+
+def _kind(start: Message) -> bytes:
+    """Return the content type of an answer; SGLang gives its plain text none."""
+    kinds: Iterator[bytes] = (
+        value for name, value in start["headers"] if name.lower() == b"content-type"
+    )
+    return next(kinds, b"")
 
 
 def _is_failure(code: object) -> bool:

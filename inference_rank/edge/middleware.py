@@ -125,19 +125,10 @@ class Edge:
             place.grow(check(found, self._limits))
             written = msgspec.json.encode(found)
             del found
-            answer = Answer(
-                receive,
-                send,
-                timeout_s=TAKE_TIMEOUT_S,
-                on_end=place.give_back,
-                holds_streams=str(scope["path"]).startswith(_OPENAI_PREFIX),
+            holds = str(scope["path"]).startswith(_OPENAI_PREFIX)
+            await self._ask(
+                scope, written, receive, send, on_end=place.give_back, holds_streams=holds
             )
-            # An answer that is incomplete when this returns makes uvicorn close the connection.
-            try:
-                given = replay(written, answer.receive)
-                await self._app(with_body(scope, written), given, answer.send)
-            finally:
-                answer.close()
 
     async def _serve_plain(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], route: Route
@@ -147,7 +138,27 @@ class Edge:
             headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         ):
             body = msgspec.json.encode(await self._read(receive, headers, _NO_BODY))
-        await self._app(with_body(scope, body), replay(body, receive), send)
+        await self._ask(scope, body, receive, send)
+
+    async def _ask(
+        self,
+        scope: Scope,
+        body: bytes,
+        receive: Receive,
+        send: Send,
+        *,
+        on_end: Callable[[], None] = lambda: None,
+        holds_streams: bool = False,
+    ) -> None:
+        """Let SGLang answer a request with `body`, by way of an `Answer`."""
+        answer = Answer(
+            receive, send, timeout_s=TAKE_TIMEOUT_S, on_end=on_end, holds_streams=holds_streams
+        )
+        # An answer that is incomplete when this returns makes uvicorn close the connection.
+        try:
+            await self._app(with_body(scope, body), replay(body, answer.receive), answer.send)
+        finally:
+            answer.close()
 
     async def _read(
         self, receive: Receive, headers: dict[bytes, bytes], max_bytes: int

@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from edge_world import CHAT, COMPLETIONS, JSON, NATIVE, make_limits
+from edge_world import ADMIN_KEY, CHAT, COMPLETIONS, JSON, NATIVE, make_limits
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.background import BackgroundTask
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -73,6 +75,61 @@ def test_errors_have_one_form(given: Response, status: int, said: dict[str, Any]
     assert found.status_code == status
     assert said.items() <= found.json()["error"].items()
     assert int(found.headers["content-length"]) == len(found.content)
+
+
+def _administered() -> FastAPI:
+    """Routes of an administrator, and what SGLang says of a wrong body."""
+    app = FastAPI()
+
+    @app.post("/continue_generation")
+    async def go_on(body: dict[str, int]) -> None: ...
+
+    @app.post("/flush_cache")
+    async def flush() -> Response:
+        return Response("Flush cache failed.\n", 400)
+
+    @app.get("/v1/loads")
+    async def loads() -> Response:
+        raise ZeroDivisionError
+
+    @app.exception_handler(RequestValidationError)
+    async def explain(_: Request, error: RequestValidationError) -> Response:
+        message = f"{error} {error.errors()}"
+        assert __file__ in message
+        return JSONResponse(SGLANGS | {"message": message}, 400)
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "said"),
+    [
+        ("POST", "/continue_generation", None, 400, "Field required"),
+        ("POST", "/continue_generation", {"x": "y"}, 400, "valid integer"),
+        ("POST", "/flush_cache", None, 400, "Flush cache failed."),
+        ("GET", "/v1/loads", None, 500, "the server failed; its log says why"),
+        ("GET", "/model_info", None, 404, "Not Found"),
+    ],
+)
+def test_errors_of_administration_have_that_form_and_no_path(
+    method: str, path: str, body: Any, status: int, said: str
+) -> None:
+    keys = Keys(admin=ADMIN_KEY)
+    edge = Edge(
+        _administered(), make_limits(), keys, closed=lambda: None, count_refusal=lambda _: None
+    )
+
+    async def work() -> httpx.Response:
+        transport = httpx.ASGITransport(app=edge, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://edge") as client:
+            head = {"authorization": f"Bearer {ADMIN_KEY}"}
+            return await client.request(method, path, json=body, headers=head)
+
+    found = asyncio.run(work())
+    assert found.status_code == status
+    assert said in found.json()["error"]["message"]
+    assert ".py" not in found.text
+    assert "File" not in found.text
 
 
 def test_a_very_long_error_goes_as_it_is() -> None:
