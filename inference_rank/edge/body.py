@@ -8,6 +8,7 @@ two parsers may think differently.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,39 @@ async def read_body(
         code="request_too_large",
         headers={"connection": "close"},
     )
+
+
+class Incoming:
+    """A `receive` that knows whether the whole body of its request was taken from the connection.
+
+    `headers` have lower-case names.
+    """
+
+    def __init__(self, receive: Receive, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        self._receive = receive
+        self._headers = headers
+        self._is_whole = not headers.keys() & {b"content-length", b"transfer-encoding"}
+        asked = headers.get(b"connection", b"").lower().split(b",")
+        self._is_closing = scope.get("http_version") == "1.0" or b"close" in map(bytes.strip, asked)
+
+    async def __call__(self) -> Message:
+        """Return the next message, as `receive` does."""
+        message = await self._receive()
+        self._is_whole |= not message.get("more_body", False)
+        return message
+
+    async def discard(self, *, timeout_s: float) -> None:
+        """Take what is left, for `timeout_s` at most, if the connection is closed after an answer.
+
+        A client that waits for "100 Continue" sends nothing before it is answered.
+        """
+        if not self._is_closing or b"expect" in self._headers:
+            return
+        if self._is_whole or _stated_length(self._headers) > _MOST_DISCARDED:
+            return
+        with contextlib.suppress(TimeoutError, RequestRefusedError):  # it takes too long, or left
+            async with asyncio.timeout(timeout_s):
+                await _receive(self, 0, 0)
 
 
 async def _receive(receive: Receive, stated: int, max_bytes: int) -> tuple[bytes | None, int]:

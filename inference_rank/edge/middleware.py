@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .admission import Admission
 from .answer import Answer
-from .body import parse_json_object, read_body, replay, with_body
+from .body import Incoming, parse_json_object, read_body, replay, with_body
 from .keys import Keys, Role
 from .limits import Limits
 from .refusal import RequestRefusedError, shown
@@ -21,6 +21,9 @@ from .shared_probes import SharedProbes
 
 _NO_BODY = 1 << 16
 """Bodies of administration routes are small."""
+
+_WAITED = frozenset((408, 413))
+"""Statuses of refusals before which a body was taken for as long, or as far, as it may be."""
 
 TAKE_TIMEOUT_S = 60.0
 """Longest wait for a client to take a part of its answer, beyond what the connection buffers."""
@@ -80,14 +83,19 @@ class Edge:
             await send({"type": "websocket.close", "code": 1008})
             return
         send = self._to_pages(scope, send)
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        incoming = Incoming(receive, scope, headers)
         try:
-            await self._serve(scope, receive, send)
+            await self._serve(scope, incoming, send, headers)
         except RequestRefusedError as refusal:
             self._count_refusal(refusal.status)
-            await refusal.response()(scope, receive, send)
+            if refusal.status not in _WAITED:
+                await incoming.discard(timeout_s=self._limits.settings.body_timeout_s)
+            await refusal.response()(scope, incoming, send)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.lower(): value for name, value in scope["headers"]}
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]
+    ) -> None:
         self._check_origin(headers.get(b"origin"))
         path: str = scope["path"]
         if scope["method"] == "OPTIONS" and headers.keys() >= _PREFLIGHT:
