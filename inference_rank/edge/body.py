@@ -120,8 +120,9 @@ def _check_headers(headers: Mapping[bytes, bytes]) -> None:
 
 
 def _stated_length(headers: Mapping[bytes, bytes]) -> int:
+    """Return the length that is stated, 0 if none is; of a longer number what 20 digits say."""
     stated = headers.get(b"content-length", b"")
-    return int(stated) if stated.isdigit() and len(stated) < 20 else 0
+    return int(stated.lstrip(b"0")[:20] or b"0") if stated.isdigit() else 0
 
 
 def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:

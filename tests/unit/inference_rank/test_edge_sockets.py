@@ -94,3 +94,12 @@ def test_a_body_that_does_not_come_is_not_waited_for_long() -> None:
     asked = _head("/nope", "Connection: close", "Expect: 100-continue")
     answer = _answer(waits, asked, 0)
     assert answer.startswith(b"HTTP/1.1 404 "), "it is not told to send a body"
+
+
+@pytest.mark.parametrize("num_digits", [19, 20])
+def test_a_body_of_any_stated_length_is_refused_at_once(num_digits: int) -> None:
+    world = _world(body_timeout_s=50)
+    length = int("9" * num_digits)
+    answer = _answer(world, _head(COMPLETIONS, "Connection: close", length=length), 0)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert f"a body of {length} bytes or more".encode() in answer
