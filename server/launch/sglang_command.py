@@ -199,8 +199,9 @@ def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]
 
 
 def served_name(settings: ServeSettings) -> str:
-    """Name of the model in the OpenAI API."""
-    return Path(settings.model).expanduser().resolve().name
+    """Name of the model in the OpenAI API: the user's, or that of its folder."""
+    given = value_of(settings.sglang_args, "--served-model-name")
+    return given or Path(settings.model).expanduser().resolve().name
 
 
 def common_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:

@@ -44,6 +44,16 @@ def test_the_banner_asks_with_the_key(tmp_path: Path) -> None:
     assert "Bearer" not in banner(ServeSettings(model="smollm2"), "http://h:1", Path("/run/here"))
 
 
+@pytest.mark.parametrize(
+    ("args", "name"),
+    [((), "smollm2"), (("--served-model-name", "mine"), "mine"), (("--served-model=x",), "x")],
+)
+def test_the_banner_asks_for_the_model_that_sglang_serves(args: tuple[str, ...], name: str) -> None:
+    settings = ServeSettings(model="smollm2", placement=Placement(), sglang_args=args)
+    text = banner(settings, "http://127.0.0.1:30000", Path("/run/here"))
+    assert f'-d \'{{"model": "{name}",' in text
+
+
 @pytest.mark.parametrize(("link", "stopped"), [("shared", "both ranks"), ("local", "the server")])
 def test_the_banner_says_what_ctrl_c_ends(link: Link, stopped: str) -> None:
     settings = ServeSettings(model="smollm2", placement=Placement(link=link))
