@@ -334,8 +334,10 @@ class EntryRunner:
         if layer == program.last_entry:
             for late in program.late_layers:
                 lane = engine.lane_of(late)
+                # Behind `before`, for which the forward pass has come to this layer.
                 with self._lanes.enter(lane, after=before):
                     self._stop_if_lost()
+                    self._index_stored(layer, size, lane)  # candidates of the next step
                     engine.choose_late(late, streams[late, :size])
                     self._fetch_for_next(DecodeKind.SELECTING, late, size)
                 before = lane

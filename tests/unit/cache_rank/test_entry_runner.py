@@ -8,9 +8,12 @@ which knows the rehearsal alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import engine_world
+import msgspec
 import pytest
 import torch
 from engine_world import CONTEXT, LAYERS, QUERY_HEADS, ROWS1, World
@@ -322,6 +325,44 @@ def test_what_is_selected_for_the_next_step_is_told_where_it_goes_to_another_hos
     assert len(awaited) < len(program.selecting)
     assert sorted(raised) == (program.selecting if tells_all else awaited)
     assert sorted(fetched) == program.selecting
+
+
+@pytest.mark.parametrize(
+    ("layers", "distance", "late"), [(16, 8, 7), (12, 4, 7), (10, 2, 7), (9, 0, 8)]
+)
+def test_a_late_layer_is_selected_once_its_newest_page_is_indexed(
+    layers: int, distance: int, late: int, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It scores what leaves the ring next: with int4 a token of the page that a step completes.
+
+    In the lane of some late layers nothing is selected where the last entry is, or at all.
+    """
+    model = msgspec.structs.replace(engine_world.MODEL, num_layers=layers)
+    monkeypatch.setattr(engine_world, "MODEL", model)
+    for module in (engine_world, sys.modules[__name__]):
+        monkeypatch.setattr(module, "LAYERS", layers)
+    played = play(
+        "look_ahead", options={"distance": distance}, late_layers=late, exact_layers=(),
+        index_dtype="int4",
+    )  # fmt: skip
+    rank, done = played.world.rank, list[tuple[str, int]]()
+    append, choose_late = rank.append, rank.choose_late
+
+    def appended(layer: int, size: int) -> None:
+        done.append(("append", layer))
+        append(layer, size)
+
+    def chosen(layer: int, hidden: torch.Tensor) -> None:
+        done.append(("late", layer))
+        choose_late(layer, hidden)
+
+    monkeypatch.setattr(rank, "append", appended)
+    monkeypatch.setattr(rank, "choose_late", chosen)
+    played.decode(ROWS, [208, 160])
+    assert [layer for name, layer in done if name == "late"] == list(range(late))
+    assert sorted(layer for name, layer in done if name == "append") == list(range(layers))
+    for layer in range(late):
+        assert done.index(("append", layer)) < done.index(("late", layer))
 
 
 @pytest.fixture
