@@ -9,7 +9,8 @@ slots (until `num_target` slots are filled), then the least recently used ones t
 protected nor touched in this step (of equal ones the lowest), first to first in the order of
 `fetch_pos` and of slots. If fewer than `num_target` slots are filled after that, empty slots take
 the highest positions below `hi` that are not resident. At most `fetch_cap` slots are written;
-each write counts as a touch.
+each write counts as a touch. Steps of 32 bits wrap around: what was used `MAX_AGE` steps ago, or
+earlier, is as old as can be.
 
 Invariants, given that they hold before the call: no position is twice in a head; filled slots are a
 prefix (no holes); all heads of a request have equally many filled slots, as long as `num_target` is
@@ -27,6 +28,9 @@ from tandemkv.kernels.samples import check_num_samples, sample_weights
 
 MAX_RESIDENT = 32767
 """Slots of a KV head at most, on a GPU: in its kernel two counts of slots share 32 bits."""
+
+MAX_AGE = 2**31 - 2
+"""Of a slot, in steps since it was last used. One of a later step, by difference, has it too."""
 
 _NUM_COUNTERS = 3
 _WORD_BITS = 32
@@ -97,7 +101,7 @@ def mirror_diff(
         As `resident_pos`, int32 or int64. Step of the last touch; start it below the first step
         (``-1``). Updated in place.
     step : torch.Tensor
-        ``[]``, int32 or int64. Not below any `last_used`.
+        ``[]``, int32 or int64. Not below any `last_used`, by their difference, which wraps around.
     num_protected : int
         Slots ``[0, num_protected)`` (the sink) are filled when empty, never overwritten.
     num_target : torch.Tensor
@@ -359,10 +363,12 @@ def _free_slots(
     may_fill = is_empty & (is_empty.cumsum(-1) <= room)
     may_evict = ~is_empty & (last_used != now)
     may_evict[..., :num_protected] = False
-    age = torch.where(may_evict, last_used.long(), _INT64.max)
-    age = torch.where(may_fill, _INT64.min, age)
+    age = (now - last_used).long()  # steps of 32 bits wrap around, and so does this
+    age = torch.where(age < 0, MAX_AGE, age).clamp_(max=MAX_AGE)
+    order = torch.where(may_evict, -age, _INT64.max)
+    order = torch.where(may_fill, _INT64.min, order)
     num_open = (may_fill | may_evict).sum(-1, keepdim=True).clamp_(max=most)
-    return torch.argsort(age, dim=-1, stable=True)[..., :most], may_fill, num_open
+    return torch.argsort(order, dim=-1, stable=True)[..., :most], may_fill, num_open
 
 
 def _write(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tandemkv.kernels.check import check_int, fail
-from tandemkv.kernels.mirror import MAX_RESIDENT, MirrorScratch
+from tandemkv.kernels.mirror import MAX_AGE, MAX_RESIDENT, MirrorScratch
 from tandemkv.kernels.triton_ops.chained import follow, is_chained
 from tandemkv.kernels.triton_ops.samples import offsets_of
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
@@ -30,6 +30,7 @@ _MAX_WORDS = 8192  # of bits that are looked up in shared memory
 _MAX_ZEROS = 2048
 _NO_PLACE = tl.constexpr(2**31 - 1)
 _LAST = tl.constexpr(2**31 - 1)
+_OLDEST = tl.constexpr(MAX_AGE)
 
 
 @triton.jit
@@ -83,11 +84,13 @@ def _list_missing(out, select, missing, scores, num_missing, count, HAS_SCORES: 
 @triton.jit
 def _list_victims(out, slot, used, now, may_evict, num_evict, count):
     """List the `count` least recently used slots, in ascending order."""
-    lowest: tl.constexpr = -(2**31)  # below any -used of int32; int64 steps stay within it too
-    age = tl.where(may_evict, -used, lowest)
+    # Steps of 32 bits wrap around: by their difference, and unsigned, as what lies half a turn back
+    # is among the oldest. All that may be evicted were last used before this step.
+    unsigned: tl.constexpr = tl.uint64 if used.dtype == tl.int64 else tl.uint32
+    age = tl.minimum((now - used).to(unsigned, bitcast=True), _OLDEST).to(tl.int32)
+    age = tl.where(may_evict, age, 0)
     top = tl.max(age, 0) + 1
-    # All that may be evicted were last used before this step.
-    bound, _ = reach(age, count, -now, top, num_evict, 0)
+    bound, _ = reach(age, count, 1, top, num_evict, 0)
     older, tie = may_evict & (age > bound), may_evict & (age == bound)
     counts = tl.cumsum((older.to(tl.int32) << 16) + tie.to(tl.int32), 0)
     need = count - (tl.max(counts, 0) >> 16)

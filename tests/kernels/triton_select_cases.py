@@ -190,6 +190,44 @@ def test_mirror_over_many_steps(
             assert torch.equal(counts[0], counts[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("first", [2**31 - 3, 2**32 - 3])
+def test_mirror_where_steps_wrap_around(dtype: torch.dtype, first: int) -> None:
+    """The oldest slots go, those of seeds and of more than half a turn before among them."""
+    generator, num_resident, cap = torch.Generator().manual_seed(first), 40, 12
+    used = torch.arange(first - num_resident, first).expand(2, 2, -1).clone()
+    used[..., 3:9] = -torch.arange(6)  # as a seed leaves them
+    used[0, ..., 20] = first - 2**31 + 2  # an age that becomes the largest, and more
+    used[1, ..., 30] = first - 2**31 - 5
+    pos = torch.arange(num_resident).int().expand_as(used).clone().to(DEVICE)
+    want_state = (pos, used.to(DEVICE, dtype))
+    got_state = tuple(part.clone() for part in want_state)
+    scratch = make_mirror_scratch(2, 2, 400, DEVICE)
+    for step in range(first, first + 8):
+        call = {
+            "step": torch.tensor(step, device=DEVICE).to(dtype), "num_protected": 2,
+            "num_target": torch.full((2,), num_resident, device=DEVICE), "fetch_cap": cap,
+            "hi": torch.full((2,), 400, device=DEVICE),
+        }  # fmt: skip
+        selected = torch.rand(2, 2, 400, generator=generator).argsort(-1)[..., :20].int().to(DEVICE)
+        is_hit = (want_state[0][..., None] == selected[..., None, :]).any(-1)
+        ages = (call["step"] - want_state[1]).long()  # type: ignore[operator]
+        ages = torch.where((ages < 0) | (ages >= 2**31), 2**31 - 2, ages)
+        want = mirror.mirror_diff(selected, *want_state, **call)
+        got = triton_mirror.mirror_diff(selected, *got_state, **call, scratch=scratch)
+        for a, b in zip((*got, *got_state), (*want, *want_state), strict=True):
+            assert torch.equal(a, b)
+        for each in torch.cartesian_prod(torch.arange(2), torch.arange(2)).tolist():
+            place = tuple(each)
+            slots = got[1][place][got[1][place] >= 0].long()
+            assert len(slots.unique()) == len(slots) == cap
+            left = torch.ones(num_resident, dtype=torch.bool, device=DEVICE)
+            left[slots], left[:2] = False, False
+            left &= ~is_hit[place]
+            assert not is_hit[place][slots].any()
+            assert ages[place][slots].min() >= ages[place][left].max()
+
+
 @pytest.mark.parametrize("context", [98304, 300000])
 def test_mirror_as_it_is_served(context: int) -> None:
     """Of 2048 chosen positions 128 at most are fetched; ties, empty slots, samples, one row of two.
