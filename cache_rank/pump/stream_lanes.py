@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, SeldomRaised, word_of
 from tandemkv.cache_rank.protocol.message.nccl_wire import NcclWire
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.kernels.step_flags import raise_flags, wait_flags
@@ -107,6 +107,7 @@ class StreamLane(ABC):
         self._words: dict[Flag, torch.Tensor] = {}
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
+        self._seldom = SeldomRaised(self._own_words())
         self._told = torch.zeros(1, dtype=torch.int32, pin_memory=self._stream is not None)
         self._depth = QueueDepth(self._record, side.is_over)
         self._queued: deque[tuple[int, list[Message]]] = deque(maxlen=_KEPT_STEPS)
@@ -172,6 +173,7 @@ class StreamLane(ABC):
                 self._prepare(entry)
                 return
             self._step.fill_(word_of(entry.step))
+            self._seldom.keep_up(entry.step, lost=self._lost)
             self._contents.begin(entry)
             self._keeps = entry.kind is EntryKind.DECODE
             queued: list[Message] = []
@@ -204,6 +206,10 @@ class StreamLane(ABC):
                 self._move(message)
 
         self._captured.capture((entry.variant, len(entry.rows)), messages, move)
+
+    def _own_words(self) -> tuple[torch.Tensor, ...]:
+        """Return the flags that nobody but this lane raises."""
+        return ()
 
     @abstractmethod
     def _move(self, message: Message) -> None:
@@ -289,6 +295,10 @@ class StreamReceiveLane(StreamLane):
     """See `HostReceiveLane`."""
 
     is_queued = is_done = True
+
+    def _own_words(self) -> tuple[torch.Tensor, ...]:
+        # On the inference rank's host the forward pass does it.
+        return () if self._is_back else (self._flags.to_engine,)
 
     def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> None:
         """See `HostReceiveLane.begin`: all are queued, unless the epoch ends before."""

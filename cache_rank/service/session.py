@@ -142,7 +142,10 @@ class SharedSession:
                 tensors, flags, num_layers, is_gone=self._over.is_set, clock=self._clock
             )
         if tensors.homes.are_on_gpu:
-            self._on_gpu = StreamSignals(tensors, flags, num_layers, timeout_s=limit_s, index=index)
+            self._on_gpu = StreamSignals(
+                tensors, flags, num_layers, timeout_s=limit_s, index=index,
+                is_far=self.engine.program.tells_all,
+            )  # fmt: skip
             return self._on_gpu
         return HostSignals(
             flags,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, SeldomRaised, word_of
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
@@ -24,9 +24,10 @@ class StreamSignals(WordSignals):
     """Flags in GPU memory; waiting and raising are kernels of the current stream.
 
     `tensors` have those of `gpu_flags.flag_specs` and the staging of a step; of several cache ranks
-    of one inference rank this is that with the number `index`. `host` tells the other
-    host what has been queued. A wait that ends after `timeout_s` without the forward pass masks
-    what is left of the step, and all later ones (`tandemkv.kernels.step_flags`).
+    of one inference rank this is that with the number `index`. With `is_far` the forward pass is on
+    another host, and does not map the flags. `host` tells the other host what has been queued. A
+    wait that ends after `timeout_s` without the forward pass masks what is left of the step, and
+    all later ones (`tandemkv.kernels.step_flags`).
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class StreamSignals(WordSignals):
         *,
         timeout_s: float,
         index: int = 0,
+        is_far: bool = False,
     ) -> None:
         device = tensors.homes.here
         self._words = GpuFlags(tensors, num_layers, index)
@@ -49,12 +51,14 @@ class StreamSignals(WordSignals):
         self._beside = shared_stream(device, LANE_PRIORITY, number=7)
         self._number = self._progress = 0
         self._counted: int | None = None
+        self._seldom = SeldomRaised((self._words.to_inference,) if is_far else ())
         self._is_masked = False
 
     def begin(self, step: int) -> None:
         """See `HostSignals.begin`."""
         self._number = self._counted = step
         self._step.fill_(word_of(step))
+        self._seldom.keep_up(step, lost=self._lost)
 
     def begin_counted(self, step: int) -> None:
         """Let what follows be about `step`, which a graph that begins with `count` counts itself.
@@ -64,6 +68,7 @@ class StreamSignals(WordSignals):
         if self._counted != step - 1:
             self._step.fill_(word_of(step - 1))
         self._number = self._counted = step
+        self._seldom.keep_up(step, lost=self._lost)
 
     def count(self) -> None:
         """Let what follows be about the step after."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, SeldomRaised, word_of
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
@@ -180,6 +180,8 @@ class StreamSignals(HostSignals):
         self._flags = [
             GpuFlags(each.tensors, num_layers, number) for number, each in enumerate(self._all)
         ]
+        common = self._flags[0].to_inference
+        self._seldom = SeldomRaised((common, *(flags.to_engine for flags in self._flags)))
 
         def word() -> torch.Tensor:
             return torch.zeros(1, dtype=torch.int32, device=device)
@@ -226,6 +228,7 @@ class StreamSignals(HostSignals):
         self._previous.fill_(word_of(entry.step - 1))
         self._step.fill_(word_of(entry.step))
         self._await_finished()
+        self._seldom.keep_up(entry.step, lost=self._lost)
         if step is not None:
             size = len(step.rows)
             for each in self._all:
@@ -352,6 +355,7 @@ class StreamSignals(HostSignals):
             self._lost.zero_()
             self._lost_on_host.zero_()
             self._is_masked = False
+            self._seldom.forget()
 
     def _queue_raise(self, flags: torch.Tensor) -> None:
         raise_flags(flags, step=self._step, lost=self._lost)

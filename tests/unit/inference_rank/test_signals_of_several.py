@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
+from tandemkv.cache_rank.protocol.gpu_flags import flag_specs, word_of
 from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
@@ -195,6 +195,23 @@ def test_rows_of_a_larger_step_answer_for_no_smaller_one(
             engine.put_output(1, torch.ones(size, engine._outputs.shape[1], DIM))  # type: ignore[union-attr]
         link.await_output(1, size)
         assert ended(link, engines) == (3 if step == 3 else 0)
+
+
+@pytest.mark.parametrize("num_answering", [COUNT, COUNT - 1])
+def test_one_that_has_not_answered_for_half_a_turn_of_the_flags_is_missed(
+    num_answering: int, link: LinkSide, engines: list[EngineSide], connections: list[Connection]
+) -> None:
+    first, last = 2**31 - 2, 2**31 + 2
+    for step in (1, 2**30, *range(first, last + 1)):
+        words = connections[0].tensors["to_inference"]
+        words[0, :COUNT] = word_of(step - 1)  # those between are done
+        size = 4 if step in (1, last) else 1
+        assert begun(link, engines, step, size)
+        for engine in engines[: num_answering if step == last else COUNT]:
+            engine.put_output(1, torch.ones(size, engine._outputs.shape[1], DIM))  # type: ignore[union-attr]
+        link.await_output(1, size)
+        is_missed = step == last and num_answering < COUNT
+        assert ended(link, engines) == (word_of(last) if is_missed else 0)
 
 
 def test_one_that_is_found_lost_ends_the_waits_and_the_others_are_not_taken_for_lost(

@@ -124,6 +124,73 @@ def test_a_step_goes_from_one_side_to_the_other(
     assert not link.is_done(first + 1)
 
 
+@pytest.mark.parametrize("missing", ["ready", "input"])
+def test_what_was_not_raised_for_half_a_turn_is_not_raised(
+    missing: str, link: LinkSide, engine: EngineSide, connection: Connection
+) -> None:
+    """A large batch may be rare, and come after the flags of int32 have wrapped around."""
+    stream = torch.randn(BATCH, HIDDEN)
+    first, last = 2**31 - 2, 2**31 + 2
+    for step in (1, 2**30, *range(first, last + 1)):
+        connection.tensors["to_inference"][0, 0] = word_of(step - 1)  # those between are done
+        size = BATCH if step in (1, last) else 1
+        sent = {"input": size, "ready": size}
+        if step == last:
+            sent[missing] = 1  # of the others nothing is there yet
+        assert link.begin(_entry(step), _step())
+        engine.begin(step)
+        engine.await_begin()
+        assert not _is_lost(engine)
+        link.put_stream(0, stream[: sent["input"]])
+        engine.await_input(0, size)
+        assert _is_lost(engine) == (step == last and missing == "input")
+        engine.put_output(1, torch.ones(sent["ready"], HEADS, DIM))
+        assert link.await_output(1, size)
+        link.end()
+        assert link.lost_step == (word_of(last) if step == last else 0)
+        engine.settle()
+
+
+def test_flags_that_an_engine_on_another_host_raises_are_kept_up_there(
+    connection: Connection,
+) -> None:
+    """Nobody else knows when; beside the model they are those of several engines."""
+    flags, tensors = StepFlags(connection.tensors["flags"]), connection.tensors
+    far, near = (
+        EngineSide(tensors, flags, LAYERS, timeout_s=0.05, is_far=is_far)
+        for is_far in (True, False)
+    )
+    near.begin(2**31 + 4)
+    near.begin_counted(2**31 + 5)
+    assert not tensors["to_inference"].any()
+    far.begin(2**31 + 4)
+    assert (tensors["to_inference"] == word_of(2**31 + 3)).all()
+    far.raise_ready(1)
+    far.begin_counted(2**31 + 5)
+    assert tensors["to_inference"][2, 0] == word_of(2**31 + 4)
+    far.abort()
+    far.begin_counted(2**31 + 2**30)
+    assert (tensors["to_inference"][1] == word_of(2**31 + 3)).all(), "what is lost stays so"
+    assert not tensors["to_engine"].any()
+
+
+def test_what_is_masked_when_flags_are_due_is_made_up_for(
+    link: LinkSide, connection: Connection
+) -> None:
+    words = connection.tensors["to_engine"]
+    assert link.begin(_entry(1), None)
+    connection.tensors["to_inference"][0, 0] = 2**30 - 1
+    link.end_waits()  # nobody on the host has seen it yet
+    assert link.begin(_entry(2**30), None)
+    link.end()
+    assert not words[1:].any()
+    link.mask()
+    link.forget_lost()
+    connection.tensors["to_inference"][0, 0] = 2**30
+    assert link.begin(_entry(2**30 + 1), None)  # of a new epoch
+    assert (words[1:] == 2**30).all()
+
+
 def test_what_one_engine_is_told_takes_one_launch_each(
     link: LinkSide, engine: EngineSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
