@@ -34,8 +34,8 @@ class RowVersions:
     Attributes
     ----------
     stamps : torch.Tensor
-        ``[3, num_rows, 3]`` int64: epoch, generation, number of the step that comes next; 0 is
-        none.
+        ``[3, num_rows, 3]`` int64: epoch, generation, number of the step that comes next, as
+        `record` knows it; 0 is none.
     """
 
     def __init__(self, books: Mapping[str, torch.Tensor], allocate: Allocate) -> None:
@@ -62,7 +62,8 @@ class RowVersions:
         """Copy ``rows [n]`` int64 as they are before the step that comes next.
 
         Each is named once, but row 0, that of padding, of which nothing is ever restored.
-        ``step [1]`` is the number of the step that has changed them, on the same device.
+        ``step [1]`` is the number of the step that has changed them, on the same device; of int32
+        it wraps around.
         """
         side = (self._newest[rows] + 1) % _NUM_COPIES
         self.stamps.index_put_((side, rows), self._none)
@@ -82,8 +83,9 @@ class RowVersions:
         index = torch.tensor(list(rows), dtype=torch.int64, device=device)
         wanted = torch.tensor(list(generations), dtype=torch.int64, device=device)
         stamps = self.stamps[:, index]  # [copies, n, 3]
-        number = stamps[..., _STEP]
-        is_usable = (stamps[..., 1] == wanted) & (number > _NO_STEP) & (number <= step)
+        words = stamps[..., _STEP]
+        number = step + (words - step + 2**31) % 2**32 - 2**31  # what wrapped around is near
+        is_usable = (stamps[..., 1] == wanted) & (words != _NO_STEP) & (number <= step)
         best = torch.where(is_usable, number, _NO_STEP).argmax(0)
         for side in range(_NUM_COPIES):
             chosen = index[is_usable[side] & (best == side)]

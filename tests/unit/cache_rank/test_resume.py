@@ -12,6 +12,7 @@ from engine_world import LAYERS, QUERY_HEADS, World
 from test_policies_in_engine import SPARSE, step
 
 from tandemkv.cache_rank.engine.page_index import PageBoundsIndex
+from tandemkv.cache_rank.protocol.gpu_flags import word_of
 from tandemkv.cache_rank.service.row_versions import RowVersions
 
 _BOOKS = ("resident_positions", "resident_last_used")
@@ -184,6 +185,25 @@ def test_rows_without_a_version_get_the_sink_and_the_latest() -> None:
             assert set(head) == {0, 1, 2, 3} | latest
     assert world.pools.log_weight is not None
     assert bool(world.pools.log_weight[1:, 1].isneginf().all())
+
+
+@pytest.mark.parametrize("is_word", [True, False])
+@pytest.mark.parametrize("first", [1, 2**31 - 3, 2**32 + 1])
+def test_copies_are_found_where_the_word_of_a_step_wraps_around(first: int, is_word: bool) -> None:
+    """A GPU knows the step by 32 bits, the host by 64."""
+    for lost in range(first + 2, first + 7):
+        memory, book = Memory(), torch.zeros(2, 3, 1)
+        kept = RowVersions({"book": book}, memory.allocate)
+        kept.name([1, 2], [7, 8], epoch=1)
+        for number in range(first, lost + 2):  # the last two were under way
+            book[:, 1:] = number
+            word = torch.tensor([word_of(number)]).int() if is_word else torch.tensor([number])
+            kept.record(torch.tensor([1, 2]), step=word)
+        book.zero_()
+        taken_up = RowVersions({"book": book}, memory.allocate)
+        assert taken_up.restore([1, 2], [7, 9], step=lost) == [True, False]
+        assert (book[:, 1] == lost - 1).all()
+        assert not book[:, 2].any()
 
 
 @pytest.mark.parametrize("length", [1, 4 + 16 - 1, 4 + 16, 4 + 16 + 1, 52 + 16 - 2, 52 + 16 - 1])
