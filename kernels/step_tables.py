@@ -28,7 +28,7 @@ class CandidateTables:
     """``[max_batch, max_pages]``, int32. Page that each run of `page_size` positions lies in."""
     step: torch.Tensor
     selections: torch.Tensor
-    """``[]``, int32 and int64. Steps loaded, which wrap around, and selections that they ask for."""
+    """``[]``, int32 and int64. Steps loaded (it wraps around), and selections they ask for."""
 
     def __post_init__(self) -> None:
         dims = Dims()
