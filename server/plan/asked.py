@@ -45,7 +45,8 @@ def asked_placement(
 ) -> tuple[int | None, int | None]:
     """Return the GPUs of the model and of the cache; None for a number that is left open.
 
-    Both mean what they mean to `serve`: with `cache_ranks` alone the model is on one GPU. Raises
+    Both mean what they mean to `serve`: with `cache_ranks` alone the model is on one GPU, and a
+    link that is given leads to as many cache ranks as it does there. Raises
     `SettingsError` or `PolicyError`, with what to do, if `serve` would refuse `settings`, or there
     are fewer than these GPUs.
     """
@@ -64,6 +65,8 @@ def asked_placement(
     check_model(settings, spec, {})
     check_channels(settings.selection, spec)
     tp_size, cache_ranks = settings.tensor_parallel, settings.cache_ranks
+    if settings.wished_link is not None:
+        cache_ranks = settings.placement_on("cuda").num_cache_ranks
     if cache_ranks is None and "tensor_parallel" not in settings.model_fields_set:
         return None, None
     if spec.num_kv_heads % tp_size:
@@ -74,7 +77,8 @@ def asked_placement(
         )
     if cache_ranks is not None:
         check_contradictions(settings, spec, settings.placement_on("cuda"))
-    num_needed = tp_size + (cache_ranks or 0)
+    # Cache ranks at an address have GPUs of their own hosts.
+    num_needed = tp_size if settings.cache_rank_addresses else tp_size + (cache_ranks or 0)
     if num_needed > num_gpus:
         counts = {"--tp": tp_size if tp_size > 1 else 0, "--cache-ranks": cache_ranks or 0}
         lower = " or ".join(name for name, count in counts.items() if count)

@@ -16,6 +16,11 @@ from .placement import Placement, PlacementKind, possible_placements
 from .shape import ModelShape
 from .workload import Workload
 
+_BY_MESSAGES = (
+    "it fits; each GPU of the model holds all of its K/V as well, and the time per token by "
+    "messages is not predicted"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
@@ -24,6 +29,7 @@ class PlacementPlan:
     placement: Placement
     memory: PlacementMemory
     step: StepTime
+    """By messages that of cache GPUs whose memory is mapped, which is not to be shown."""
     fits: bool
 
 
@@ -61,19 +67,23 @@ def choose_placement(
     available: Collection[str] | None = None,
     tp_size: int | None = None,
     num_cache_gpus: int | None = None,
+    by_messages: bool = False,
     cost: CostConstants = H200,
 ) -> Choice:
     """Choose the placement with the least predicted time per token among those that fit.
 
     All `num_gpus` GPUs of one host have `gpu_bytes` each; with `tp_size` the model is on so many of
-    them, and with `num_cache_gpus` that placement alone is looked at. `available` names the
+    them, and with `num_cache_gpus` that placement alone is looked at, whose cache GPUs are met
+    `by_messages` or map the same memory. `available` names the
     placements that may be chosen; default those that `serve` takes unasked, or if none of them
     fits, all. Stock SGLang never is, and comes first of the plans, which are all there for
     comparison. Raises `SettingsError` if there is no GPU.
     """
     plans = tuple(
         _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=cost)
-        for placement in possible_placements(shape, num_gpus, tp_size, num_cache_gpus)
+        for placement in possible_placements(
+            shape, num_gpus, tp_size, num_cache_gpus, by_messages=by_messages
+        )
     )
     dense, *own = plans
     if available is not None:
@@ -85,7 +95,9 @@ def choose_placement(
         key=lambda plan: (plan.step.tpot_ms, plan.placement.num_gpus),
         default=None,
     )
-    if best is not None:
+    if best is not None and best.placement.by_messages:
+        reason = _BY_MESSAGES
+    elif best is not None:
         reason = f"{_reason(best, own, dense, load)}; constants of {cost.origin}"
     elif own:
         least = min(own, key=lambda plan: plan.memory.largest.total)

@@ -175,7 +175,7 @@ def plan(request: PlanRequest) -> None:
     in_process = {each.name for each in possible if each.kind is PlacementKind.IN_PROCESS}
     choice = choose_placement(
         shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost, tp_size=tp_size,
-        num_cache_gpus=num_cache_gpus,
+        num_cache_gpus=num_cache_gpus, by_messages=served.settings.wished_link == "message",
         available=None if selection.declared.is_captured or num_cache_gpus else in_process,
     )  # fmt: skip
     even = _break_even(choice, shape, load)

@@ -82,8 +82,9 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     """Return what each GPU of `placement` holds.
 
     Cache GPUs have equal parts of the K/V, layer by layer, and of what else they hold as much as
-    the one with the most KV heads. `tp_size` must divide the head counts. The resident set has
-    ``concurrency + 1`` rows, as row 0 is padding.
+    the one with the most KV heads. By messages they have all layers of their heads, and the model's
+    GPUs hold what they do in process: SGLang's pool stays there. `tp_size` must divide the head
+    counts. The resident set has ``concurrency + 1`` rows, as row 0 is padding.
     """
     tp_size = placement.tp_size
     kv = load.total_tokens * shape.kv_token_bytes
@@ -124,13 +125,18 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     def heads(size: int) -> int:
         return _largest(size, shape.num_kv_heads, caches)
 
+    inference = Footprint(
+        resident_set=resident, staging=_shard(prefix_bytes(shape, load), shards), **model
+    )
+    kv_there = _shard(_largest(kv, shape.num_layers, caches // tp_size), tp_size)
+    if placement.by_messages:
+        own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=tp_size)
+        inference, kv_there = memory_of(own, shape, load).inference, heads(kv)
     return PlacementMemory(
-        inference=Footprint(
-            resident_set=resident, staging=_shard(prefix_bytes(shape, load), shards), **model
-        ),
+        inference=inference,
         cache=Footprint(
             predictor=heads(shape.predictor_copy_bytes(load.predictor_dtype)),
-            kv=_shard(_largest(kv, shape.num_layers, caches // tp_size), tp_size),
+            kv=kv_there,
             key_index=heads(index),
             selection_scratch=heads(scratch),
             books=heads(book_bytes(shape, load)),

@@ -27,11 +27,15 @@ class PlacementKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """`tp_size` GPUs run the model; `num_cache_gpus` more, a multiple of it, keep the K/V."""
+    """`tp_size` GPUs run the model; `num_cache_gpus` more, a multiple of it, keep the K/V.
+
+    `by_messages`: they are met by messages; the model's GPUs hold all K/V as well then.
+    """
 
     kind: PlacementKind
     tp_size: int
     num_cache_gpus: int = 0
+    by_messages: bool = False
 
     @property
     def num_gpus(self) -> int:
@@ -49,12 +53,14 @@ class Placement:
     @property
     def is_chosen(self) -> bool:
         """Whether `serve` takes it unasked, where it is predicted to be fastest."""
+        if self.by_messages:
+            return False
         return self.kind is PlacementKind.IN_PROCESS or self.name == "1+1"
 
     @property
     def has_run(self) -> bool:
         """Whether it ever ran on GPUs; stock SGLang did."""
-        return self.kind is PlacementKind.DENSE or self.name in RAN_ON_GPUS
+        return self.by_messages or self.kind is PlacementKind.DENSE or self.name in RAN_ON_GPUS
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -73,7 +79,8 @@ class Placement:
         if self.kind is PlacementKind.IN_PROCESS:
             return f"cache rank in process, {tensor_parallel}"
         plural = "s" if self.num_cache_gpus > 1 else ""
-        return f"{self.tp_size} inference + {self.num_cache_gpus} cache GPU{plural}"
+        link = ", by messages" if self.by_messages else ""
+        return f"{self.tp_size} inference + {self.num_cache_gpus} cache GPU{plural}{link}"
 
 
 def possible_placements(
@@ -81,6 +88,8 @@ def possible_placements(
     num_gpus: int,
     tp_size: int | None = None,
     num_cache_gpus: int | None = None,
+    *,
+    by_messages: bool = False,
 ) -> tuple[Placement, ...]:
     """Return the placements that this version serves on `num_gpus`.
 
@@ -89,14 +98,19 @@ def possible_placements(
     are, and one GPU for the model with all others as cache GPUs, if there are KV heads for them;
     none if some layers do not attend to the whole context. With `tp_size` the model is on so many
     GPUs in each, and of pairs there are as many. With `num_cache_gpus` there is that placement
-    alone, whether it is served or not, and stock SGLang on no more GPUs. Raises `SettingsError` if
-    there is no GPU.
+    alone, whether it is served or not, and stock SGLang on no more GPUs; `by_messages` says how
+    these are met. Raises `SettingsError` if there is no GPU.
     """
     if num_gpus < 1:
         raise SettingsError(f"gpus={num_gpus}: at least one GPU is needed")
     if num_cache_gpus is not None:
         kind = PlacementKind.SEPARATE if num_cache_gpus else PlacementKind.IN_PROCESS
-        own = Placement(kind=kind, tp_size=tp_size or 1, num_cache_gpus=num_cache_gpus)
+        own = Placement(
+            kind=kind,
+            tp_size=tp_size or 1,
+            num_cache_gpus=num_cache_gpus,
+            by_messages=by_messages and num_cache_gpus > 0,
+        )
         stock = _largest_tp(shape, own.num_gpus)
         return Placement(kind=PlacementKind.DENSE, tp_size=stock), own
     whole = tp_size or _largest_tp(shape, num_gpus)

@@ -51,7 +51,10 @@ def plan_view(
     for plan in choice.plans:
         notes = "" if plan.fits else " [red](does not fit)[/]"
         notes += "" if plan.placement.has_run else " [yellow](never run on GPUs)[/]"
-        step.add_row(plan.placement.title + notes, f"{plan.step.tpot_ms:.2f}", plan.step.describe())
+        times = f"{plan.step.tpot_ms:.2f}", plan.step.describe()
+        if plan.placement.by_messages:
+            times = "-", "not predicted"
+        step.add_row(plan.placement.title + notes, *times)
     yield step
     if choice.chosen is None:
         yield Text(f"nothing to recommend: {choice.reason}", style="red")
@@ -99,6 +102,7 @@ def _plan_json(plan: PlacementPlan) -> dict[str, Any]:
         "kind": placement.kind.value,
         "tp_size": placement.tp_size,
         "cache_gpus": placement.num_cache_gpus,
+        "by_messages": placement.by_messages,
         "serve_flags": list(placement.flags),
         "chosen_by_serve": placement.is_chosen,
         "has_run_on_gpus": placement.has_run,
@@ -107,7 +111,9 @@ def _plan_json(plan: PlacementPlan) -> dict[str, Any]:
             role: {**asdict(footprint), "total": footprint.total}
             for role, footprint in plan.memory.roles
         },
-        "predicted": {
+        "predicted": None
+        if placement.by_messages
+        else {
             **{name: round(time, 4) for name, time in asdict(plan.step).items()},
             "tpot_ms": round(plan.step.tpot_ms, 4),
             "limited_by": plan.step.limit,

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `plan` says of settings that decide what it prints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tandemkv.server.cli.commands import app
+from tandemkv.server.plan.footprint import memory_of
+from tandemkv.server.plan.placement import Placement, PlacementKind
+from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.plan.workload import Workload
+
+QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "400")
+    return CliRunner()
+
+
+def plan_of(runner: CliRunner, arguments: list[str]) -> dict[str, Any]:
+    """Return the plan that `arguments` lead to, as JSON has it."""
+    found: dict[str, Any] = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    return found
+
+
+@pytest.mark.parametrize(("concurrency", "fits"), [(7, False), (5, True)])
+def test_by_messages_the_gpu_of_the_model_holds_all_of_it(
+    runner: CliRunner, concurrency: int, fits: bool
+) -> None:
+    arguments = "plan --model qwen3-8b --gpus 2 --gpu-memory 79 --cache-ranks 1 --context 64k"
+    arguments += f" --concurrency {concurrency} --set transport=message"
+    result = runner.invoke(app, arguments.split())
+    assert result.exit_code == (0 if fits else 1)
+    assert ("start it with" in result.output) is fits
+    assert "not predicted" in result.output
+    assert "times as long" not in result.output
+    printed = plan_of(runner, arguments.split())
+    (_, far), load = printed["placements"], Workload(**printed["workload"])
+    own = memory_of(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), QWEN, load).inference
+    assert far["bytes_per_gpu"]["inference"]["total"] == own.total
+    assert far["predicted"] is None
+    # Left open, there are as many cache ranks as `serve` would start.
+    left_open = arguments.replace("--cache-ranks 1 ", "").split()
+    assert plan_of(runner, left_open) == printed
+
+
+def test_cache_ranks_at_addresses_have_gpus_of_their_own_hosts(runner: CliRunner) -> None:
+    arguments = ["plan", "--model", "qwen3-8b", "--set", "link_keys=keys", "--set"]
+    arguments.append("cache_rank_address=tcp://10.0.0.2:7400,tcp://10.0.0.3:7400")
+    result = runner.invoke(app, arguments)
+    assert "asked for: 1 inference + 2 cache GPUs, by messages" in result.output, result.output
