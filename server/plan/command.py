@@ -32,7 +32,7 @@ from .constants import Constants, constants_here, measure_here
 from .footprint import GIB
 from .pages import on_device
 from .placement import Placement, PlacementKind, possible_placements
-from .shape import BUILT_IN_SHAPES, ModelShape, find_shape
+from .shape import BUILT_IN_SHAPES, ModelShape, find_shape, is_built_in
 from .view import plan_json, plan_view, profile_view
 from .workload import DEFAULT_CHUNK_TOKENS, Workload
 
@@ -269,8 +269,7 @@ def _model(model: str, dtype: str) -> tuple[ModelShape, Path | None]:
     if model == EMBEDDED_MODEL:
         model = str(resolve_model(model, lambda _: None))
     shape = find_shape(model, dtype=dtype)
-    is_built_in = model.lower() in BUILT_IN_SHAPES
-    return shape, None if is_built_in else resolve_model(model, lambda _: None)
+    return shape, None if is_built_in(model) else resolve_model(model, lambda _: None)
 
 
 def _built_in_config(shape: ModelShape) -> Mapping[str, Any]:
@@ -316,7 +315,7 @@ def _settings(flags: dict[str, Sourced], model: str) -> ServeSettings:
 def _command(request: PlanRequest, placement: Placement, load: Workload) -> str:
     """Return the command that serves `load` in `placement`; what was given is given again."""
     model = request.model
-    words = ["tandemkv", "serve", "/path/to/model" if model.lower() in BUILT_IN_SHAPES else model]
+    words = ["tandemkv", "serve", "/path/to/model" if is_built_in(model) else model]
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
     words += ["--cache-tokens", str(load.total_tokens)]
     words += ["--max-context", str(load.context_tokens)]

@@ -258,18 +258,22 @@ BUILT_IN_SHAPES: Mapping[str, ModelShape] = {
 }  # fmt: skip
 
 
+def is_built_in(model: str) -> bool:
+    """Whether `model` names a built-in shape; a directory of that name comes first."""
+    return model.lower() in BUILT_IN_SHAPES and not Path(model).expanduser().is_dir()
+
+
 def find_shape(model: str, *, dtype: str = "bfloat16") -> ModelShape:
-    """Return the shape of a built-in name or of a model directory.
+    """Return the shape of a model directory, or of a built-in name if there is no such directory.
 
     Raises `SettingsError` if `model` is neither, listing the names, or `dtype` is unknown;
     `UnsupportedModelError` if the directory's model is not one that can be served.
     """
     if dtype not in ITEM_BYTES:
         raise SettingsError(f"dtype={dtype} is unknown; known: {', '.join(ITEM_BYTES)}")
-    shape = BUILT_IN_SHAPES.get(model.lower())
-    if shape is not None:
-        return replace(shape, item_bytes=ITEM_BYTES[dtype])
     path = Path(model).expanduser()
+    if is_built_in(model):
+        return replace(BUILT_IN_SHAPES[model.lower()], item_bytes=ITEM_BYTES[dtype])
     if not path.is_dir():
         raise SettingsError(
             f"model={model}: neither a model directory nor a built-in shape "

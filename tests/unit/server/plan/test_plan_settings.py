@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_model import CONFIG, write_model
 from typer.testing import CliRunner
 
 from tandemkv.server.cli.commands import app
@@ -56,3 +58,14 @@ def test_cache_ranks_at_addresses_have_gpus_of_their_own_hosts(runner: CliRunner
     arguments.append("cache_rank_address=tcp://10.0.0.2:7400,tcp://10.0.0.3:7400")
     result = runner.invoke(app, arguments)
     assert "asked for: 1 inference + 2 cache GPUs, by messages" in result.output, result.output
+
+
+def test_a_directory_comes_before_a_built_in_shape(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = write_model(tmp_path / "Qwen3-8B")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["plan", "--model", own.name, "--context", "1k"]
+    result = runner.invoke(app, arguments)
+    assert f"tandemkv serve {own.name} " in result.output, result.output
+    assert plan_of(runner, arguments)["model"]["num_layers"] == CONFIG["num_hidden_layers"]
