@@ -102,8 +102,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
     resident = _shard(rows * shape.num_full_layers * shape.kv_layer_token_bytes, shards)
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
-    # To predict queries W_q is held once more: dequantised, without gates, or of a file.
-    is_other = shape.is_quantised or shape.gates_heads or load.is_fitted
+    is_other = shape.copies_queries or load.is_fitted
     copied = shape.predictor_bytes if is_other and load.predicts else 0
     if placement.kind is PlacementKind.IN_PROCESS:
         dtype = load.own_predictor_dtype

@@ -12,7 +12,7 @@ from tandemkv.server.checks.model_files import weight_bytes
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 from .footprint import GIB, Footprint, num_states
-from .shape import ITEM_BYTES, linear_shape
+from .shape import ITEM_BYTES, linear_shape, plain_attention
 
 PROCESS_TREE_BYTES = 3 * GIB
 """SGLang's three processes and the cache rank, without weights and KV (measured 2.9 GB)."""
@@ -62,8 +62,9 @@ def estimate_memory(
     entry = find_architecture(spec.architecture)
     linear = linear_shape(config, entry) if spec.linear_layers else None
     states = 0 if linear is None else len(spec.linear_layers) * linear.state_bytes
-    is_copied = entry.gates_heads or read_weight_format(model_dir, config) is not None
-    is_copied = is_copied or bool(selection.declared.predictor)
+    weights = read_weight_format(model_dir, config)
+    is_quantised = weights is not None and plain_attention(config, weights) < stored
+    is_copied = entry.gates_heads or is_quantised or bool(selection.declared.predictor)
     predicts = selection.declared.predicts_from_hidden and is_copied
     projection = spec.num_qo_heads * spec.head_dim * spec.hidden_size * item
     rows = settings.max_running_requests * selection.row_tokens

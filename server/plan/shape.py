@@ -17,7 +17,7 @@ from tandemkv.cache_rank.protocol.models.attention_config import (
     windowed_layers,
 )
 from tandemkv.cache_rank.protocol.models.model_spec import architecture_of_config, read_config
-from tandemkv.cache_rank.protocol.models.weight_formats import read_weight_format
+from tandemkv.cache_rank.protocol.models.weight_formats import WeightFormat, read_weight_format
 
 _SAME_COUNT = ("num_experts", "num_local_experts")
 """Two names of one number: some checkpoints have the one, and transformers writes the other."""
@@ -98,7 +98,8 @@ class ModelShape:
     `item_bytes` is the size of one weight, and of one K or V element unless `kv_item_bytes` says
     otherwise; `mlp_matrices` is 3 with a gate, else 2; `experts` is None for a dense model.
     `matrix_bits` is the size of an element of the layers' matrices if those are quantised, else 0;
-    their norms and routers are counted with them, embeddings and output are not quantised.
+    their norms and routers are counted with them, embeddings and output are not quantised, nor is
+    attention in `plain_attention` of the layers.
     `windowed_layers` attend to `window` tokens, and `linear_layers`, each a `linear`, have a state
     in place of K and V; nothing is selected for either. `gates_heads`: whether q has a gate of its
     size. `max_context`: tokens that its ``config.json`` allows a request, 0 if it does not say.
@@ -120,6 +121,7 @@ class ModelShape:
     experts: ExpertShape | None = None
     kv_item_bytes: int | None = None
     matrix_bits: float = 0.0
+    plain_attention: int = 0
     windowed_layers: tuple[int, ...] = ()
     window: int = 0
     linear_layers: tuple[int, ...] = ()
@@ -141,6 +143,12 @@ class ModelShape:
     def is_quantised(self) -> bool:
         """Whether the layers' matrices are."""
         return self.matrix_bits > 0
+
+    @property
+    def copies_queries(self) -> bool:
+        """Whether W_q is held once more where queries are predicted: dequantised, or ungated."""
+        layers = self.num_layers - len(self.linear_layers)
+        return self.gates_heads or (self.is_quantised and self.plain_attention < layers)
 
     @property
     def other_layers(self) -> tuple[int, ...]:
@@ -208,7 +216,8 @@ class ModelShape:
             read = matrix * (experts_read * experts.size + experts.shared_size)
             total += (self.num_layers - num_dense) * (read + experts.count * self.hidden_size)
         if self.is_quantised:
-            return round(total * self.matrix_bits / 8)
+            plain = self.plain_attention * self.attention_parameters
+            return round((total - plain) * self.matrix_bits / 8) + plain * self.item_bytes
         return round(total) * self.item_bytes
 
     @property
@@ -286,8 +295,21 @@ def shape_of_model(model_dir: Path, *, name: str, dtype: str) -> ModelShape:
     """Return the shape of a model directory; arguments and errors as of `shape_of_config`."""
     config = read_config(model_dir)
     weights = read_weight_format(model_dir, config)
-    bits = 0.0 if weights is None else weights.bits
-    return replace(shape_of_config(config, name=name, dtype=dtype), matrix_bits=bits)
+    shape = shape_of_config(config, name=name, dtype=dtype)
+    if weights is None:
+        return shape
+    return replace(
+        shape, matrix_bits=weights.bits, plain_attention=plain_attention(config, weights)
+    )
+
+
+def plain_attention(config: Mapping[str, Any], weights: WeightFormat) -> int:
+    """Return in how many layers with K/V the projections of attention are not quantised."""
+    entry = architecture_of_config(config)
+    projection = "qkv_proj" if entry.fused_qkv else "q_proj"
+    layers = set(range(int(config["num_hidden_layers"]))) - set(linear_layers(config, entry))
+    names = (f"{entry.tensor_prefix}layers.{layer}.self_attn.{projection}" for layer in layers)
+    return sum(not weights.converts(name) for name in names)
 
 
 def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> ModelShape:

@@ -8,8 +8,10 @@ before a start refuse by it, and the plan counts bytes by it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,10 +32,14 @@ UNREADABLE: Mapping[str, str] = {
     "w8a8_int8": "int8 matrices are not read",
 }
 """Why ``W_q`` cannot be read from formats that SGLang, or another engine, runs, by their names."""
+_FP4_BITS = 4 + 8 / 16
+"""Of ModelOpt's format: 16 elements share a scale of 8 bits; 32 do in ``mxfp4`` and ``mxfp8``."""
 _BITS = {
-    "bitsandbytes": 4, "blockwise_int8": 8, "fbgemm_fp8": 8, "modelopt_fp4": 4, "mxfp4": 4,
-    "mxfp8": 8, "w4afp8": 4, "w8a8_int8": 8,
+    "bitsandbytes": 4, "blockwise_int8": 8, "fbgemm_fp8": 8, "modelopt_fp4": _FP4_BITS,
+    "mxfp4": 4 + 8 / 32, "mxfp8": 8 + 8 / 32, "w4afp8": 4, "w8a8_int8": 8,
 }  # fmt: skip
+_UNCONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+"""How checkpoints name the list of modules that are not quantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,12 @@ class WeightFormat:
     """Whether the zero points of packed integers are all in the middle of the range."""
     reason: str = ""
     """Why ``W_q`` cannot be read, if it cannot; else empty."""
+    unconverted: tuple[str, ...] = ()
+    """Modules that are not quantised: names or parts of them, with ``*``, or ``re:`` in front."""
+
+    def converts(self, module: str) -> bool:
+        """Whether `module`, by its full name, is quantised."""
+        return not any(_is_named(module, pattern) for pattern in self.unconverted)
 
 
 def read_weight_format(model_dir: Path, config: Mapping[str, Any]) -> WeightFormat | None:
@@ -85,7 +97,8 @@ def format_of(config: Mapping[str, Any]) -> WeightFormat | None:
     method = str(found.get("quant_method") or "modelopt").lower()
     try:
         read = _READ.get(method, _unknown)(found)
-        return replace(read, method=read.method or method)
+        method, unconverted = read.method or method, _unconverted(found)
+        return replace(read, method=method, unconverted=unconverted)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"quantization_config lacks or garbles a field ({type(error).__name__}: {error})"
         return WeightFormat(method=method, reason=reason)
@@ -112,7 +125,7 @@ def _modelopt(found: Mapping[str, Any]) -> WeightFormat:
     method = f"modelopt {algorithm}"
     if algorithm == "FP8":
         return WeightFormat(method=method, packing="fp8", bits=8)
-    bits = 4 if "FP4" in algorithm else 0
+    bits = _FP4_BITS if "FP4" in algorithm else 0
     return WeightFormat(method=method, bits=bits, reason="of ModelOpt's formats FP8 alone is read")
 
 
@@ -176,6 +189,17 @@ _READ: Mapping[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
 def _packed_bits(bits: int, group: int) -> float:
     """Return the bits of an element with its part of a 16-bit scale and of a zero point."""
     return bits + (16 + bits) / group if group > 0 else float(bits)
+
+
+def _unconverted(found: Mapping[str, Any]) -> tuple[str, ...]:
+    lists = (found.get(name) for name in _UNCONVERTED)
+    return tuple(str(name) for names in lists if isinstance(names, list) for name in names)
+
+
+def _is_named(module: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return fnmatchcase(f".{module}.", f"*.{pattern}.*")
 
 
 def _block(size: Any) -> tuple[int, int] | None:

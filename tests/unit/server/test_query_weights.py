@@ -113,7 +113,10 @@ def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
         (BLOCKS, 8.0),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
         ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8.0),
-        ({"quant_method": "mxfp4"}, 4.0),
+        ({"quant_method": "mxfp4"}, 4.25),
+        ({"quant_method": "mxfp8"}, 8.25),
+        ({"quant_method": "modelopt_fp4"}, 4.5),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
     ],
 )
 def test_the_plan_counts_smaller_matrices_and_w_q_once_more(
@@ -144,6 +147,51 @@ def test_the_plan_counts_smaller_matrices_and_w_q_once_more(
         for form, asked in ((shape, exact), (plain, load)):
             found = memory_of(placement, form, asked).inference
             assert (found.weights, found.predictor) == (form.weight_bytes, 0)
+
+
+@pytest.mark.parametrize(("layers", "experts", "size"), [(24, 32, 13.76e9), (36, 128, 65.25e9)])
+def test_what_a_checkpoint_does_not_quantise_is_counted_as_it_is(
+    tmp_path: Path, layers: int, experts: int, size: float
+) -> None:
+    """The shapes of gpt-oss 20b and 120b, and the bytes of their files."""
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    config = {
+        "architectures": ["GptOssForCausalLM"], "num_hidden_layers": layers, "hidden_size": 2880,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "intermediate_size": 2880, "vocab_size": 201088, "num_local_experts": experts,
+        "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+    }  # fmt: skip
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    shape = find_shape(str(tmp_path))
+    assert shape.weight_bytes == pytest.approx(size, rel=0.01)
+    # W_q is SGLang's own: nothing is dequantised.
+    load = Workload(context_tokens=65536, concurrency=8, num_resident=2052)
+    placement = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
+    assert memory_of(placement, shape, load).inference.predictor == 0
+    spec = read_model_spec(tmp_path, dtype="bfloat16")
+    settings = ServeSettings.model_validate({"model": str(tmp_path)})
+    assert estimate_memory(settings, spec, tmp_path, device="cpu").predictor == 0
+
+
+@pytest.mark.parametrize(
+    ("says", "module", "converts"),
+    [
+        ({"modules_to_not_convert": ["model.layers.*.self_attn"]}, "3.self_attn.q_proj", False),
+        ({"modules_to_not_convert": ["model.layers.1"]}, "10.self_attn.q_proj", True),
+        ({"ignored_layers": ["model.layers.1.self_attn"]}, "1.self_attn.q_proj", False),
+        ({"ignore": ["re:.*self_attn.*", "lm_head"]}, "0.self_attn.q_proj", False),
+        ({"exclude_modules": ["model.layers.0.self_attn*"]}, "0.self_attn.q_proj", False),
+        ({"exclude_modules": ["model.layers.0.self_attn*"]}, "0.mlp.up_proj", True),
+        ({"modules_to_not_convert": ["gate"]}, "0.mlp.gate_proj", True),
+        ({"modules_to_not_convert": "self_attn"}, "0.self_attn.q_proj", True),
+    ],
+)
+def test_modules_that_are_not_quantised(says: dict[str, Any], module: str, converts: bool) -> None:
+    found = format_of({"quantization_config": {"quant_method": "fp8"} | says})
+    assert found is not None
+    assert found.converts(f"model.layers.{module}") is converts
 
 
 def test_host_memory_has_w_q_where_it_is_held_once_more(tmp_path: Path) -> None:
