@@ -50,6 +50,7 @@ def asked_placement(
     `SettingsError` or `PolicyError`, with what to do, if `serve` would refuse `settings`, or there
     are fewer than these GPUs.
     """
+    from tandemkv.cache_rank.policies.registry import check_pooling, check_read, find_policy
     from tandemkv.server.checks.preflight import check_channels, check_model
 
     from .placement_choice import check_contradictions
@@ -63,6 +64,10 @@ def asked_placement(
             "one host"
         )
     check_model(settings, spec, {})
+    policy = find_policy(settings.selection.policy)
+    policy.check_settings(settings.selection)
+    check_read(policy, settings.selection)
+    check_pooling(policy, settings.selection)
     check_channels(settings.selection, spec)
     tp_size, cache_ranks = settings.tensor_parallel, settings.cache_ranks
     if settings.wished_link is not None:

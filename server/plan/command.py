@@ -27,8 +27,9 @@ from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettin
 from tandemkv.server.settings.sources import Sourced, load_settings
 
 from .asked import OWN_OPTIONS, asked_placement, spec_of
-from .choose import Choice, break_even_batch_tokens, break_even_tokens, choose_placement
+from .choose import Choice, choose_placement
 from .constants import Constants, constants_here, measure_here
+from .dense_lengths import dense_lengths
 from .footprint import GIB
 from .pages import on_device
 from .placement import Placement, PlacementKind, possible_placements
@@ -41,9 +42,9 @@ _TOO_LONG = (
     "{context} tokens are more than the {limit} of max_position_embeddings in the model's "
     "config.json, and serve refuses them: first {how}"
 )
-_BREAK_EVEN = (
-    "break-even: requests of up to {tokens} tokens, and steps of no more than {batch_tokens} in "
-    "all, attend to everything, which is predicted to be no slower there"
+_REFRESHED = (
+    "the predicted times are those of steps that select; with --refresh-every {steps} one of "
+    "{steps} does, and the others are shorter"
 )
 _POOLED = (
     "the predicted times are without --pool-before and --pool-after, which made a layer's "
@@ -178,12 +179,12 @@ def plan(request: PlanRequest) -> None:
         num_cache_gpus=num_cache_gpus, by_messages=served.settings.wished_link == "message",
         available=None if selection.declared.is_captured or num_cache_gpus else in_process,
     )  # fmt: skip
-    even = _break_even(choice, shape, load)
+    lengths = dense_lengths(selection, choice, shape, load)
     if request.as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
-        typer.echo(json.dumps(found | {"break_even": even}, indent=2))
+        typer.echo(json.dumps(found | {"break_even": lengths.break_even or None}, indent=2))
     else:
-        said = _BREAK_EVEN.format(**even) if even else "", note
+        said = lengths.said, note
         lines = [Text(line) for line in _lines(request, served, choice, load, said)]
         console = Console(highlight=False)
         for part in plan_view(choice, shape, load, gpu_bytes):
@@ -218,6 +219,8 @@ def _lines(
     advice = calibration_advice(served.settings, served.spec)
     if choice.chosen is not None and advice is not None:
         yield advice
+    if choice.chosen is not None and not choice.is_asked:
+        yield from _contradictions(served, choice.chosen.placement)
     yield from _notes(served.settings.selection, served.spec)
     limit = served.shape.max_context
     if limit and request.context > limit:
@@ -225,15 +228,16 @@ def _lines(
         yield _TOO_LONG.format(context=request.context, limit=limit, how=how)
 
 
-def _break_even(choice: Choice, shape: ModelShape, load: Workload) -> dict[str, int] | None:
-    """Return up to how many tokens attention is dense, of what is chosen; None but in process."""
-    chosen = None if choice.chosen is None else choice.chosen.placement
-    if chosen is None or chosen.kind is not PlacementKind.IN_PROCESS:
-        return None
-    return {
-        "tokens": break_even_tokens(shape, load, chosen.tp_size, choice.cost),
-        "batch_tokens": break_even_batch_tokens(shape, load, chosen.tp_size, choice.cost),
-    }
+def _contradictions(served: _Served, placement: Placement) -> Iterator[str]:
+    """Yield why `serve` would refuse the settings in a placement that was not asked for."""
+    from .placement_choice import check_contradictions
+
+    chosen = {"cache_ranks": placement.num_cache_gpus, "tensor_parallel": placement.tp_size}
+    settings = served.settings.model_copy(update=chosen)
+    try:
+        check_contradictions(settings, served.spec, settings.placement_on("cuda"))
+    except SettingsError as error:
+        yield f"serve refuses it as it is: {error}"
 
 
 def _notes(selection: SelectionSettings, spec: ModelSpec) -> Iterator[str]:
@@ -252,6 +256,8 @@ def _notes(selection: SelectionSettings, spec: ModelSpec) -> Iterator[str]:
         yield _BOUNDS
     if selection.pool_before or selection.pool_after:
         yield _POOLED
+    if selection.refresh_steps > 1:
+        yield _REFRESHED.format(steps=selection.refresh_steps)
 
 
 def _bytes_here() -> int:
@@ -303,6 +309,11 @@ def _settings(flags: dict[str, Sourced], model: str) -> ServeSettings:
     flags["model"] = Sourced(model, "--model")
     settings = load_settings(flags, os.environ)
     selection = settings.selection
+    if settings.device == "cpu":
+        raise SettingsError(
+            "device=cpu: plan predicts what GPUs do; leave it out, or start `tandemkv serve` "
+            "without a plan"
+        )
     if selection.declared.attends:
         raise SettingsError(
             f"policy={selection.policy} attends on the host's CPU, and plan predicts what GPUs do; "

@@ -69,3 +69,70 @@ def test_a_directory_comes_before_a_built_in_shape(
     result = runner.invoke(app, arguments)
     assert f"tandemkv serve {own.name} " in result.output, result.output
     assert plan_of(runner, arguments)["model"]["num_layers"] == CONFIG["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "predicted"),
+    [
+        (
+            ["dense_tokens=0"],
+            "were given, requests of up to 1028 tokens attend to everything\n",
+            [],
+        ),
+        (["dense_tokens=16k"], "given, requests of up to 16384 tokens attend to everything\n", []),
+        (["dense_tokens=64k"], "at this load all do, and the predicted times are those of", []),
+        (["dense_batch_tokens=0"], "tokens attend to everything, which is predicted", ["tokens"]),
+        (["dense_batch_tokens=512k"], "524288 in all attend to everything; at this", ["tokens"]),
+        (
+            ["dense_tokens=0", "dense_batch_tokens=9k"],
+            "requests of up to 1028 tokens and steps of no more than 9216 in all attend to",
+            [],
+        ),
+        (["dense_while_fits=false"], "", []),
+        (["policy=streaming"], "", []),
+    ],
+)
+def test_dense_lengths_are_those_that_serve_takes(
+    runner: CliRunner, flags: list[str], said: str, predicted: list[str]
+) -> None:
+    arguments = ["plan", "--model", "qwen3-8b"]
+    for flag in flags:
+        arguments += ["--set", f"selection.{flag}"]
+    output = runner.invoke(app, arguments).output
+    assert said in output
+    assert ("to everything" in output) is bool(said)
+    assert ("break-even" in output) is bool(predicted)
+    assert list(plan_of(runner, arguments)["break_even"] or {}) == predicted
+
+
+def test_steps_between_selections_are_told(runner: CliRunner) -> None:
+    arguments = ["plan", "--model", "qwen3-8b"]
+    assert "one of 4" not in runner.invoke(app, arguments).output
+    arguments += ["--set", "selection.refresh_every=4"]
+    assert "with --refresh-every 4 one of 4 does" in runner.invoke(app, arguments).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--set device=cpu", "device=cpu: plan predicts what GPUs do"),
+        ("--policy exact --set selection.fetch_cap=64", "policy=exact fetches nothing"),
+        ("--policy quest --set selection.pool_before=1", "does not rank tokens by pooled scores"),
+        ("--set selection.anchors=1,2", "has no anchor layers without --share-layers"),
+    ],
+)
+def test_settings_that_serve_or_a_gpu_does_not_take(
+    runner: CliRunner, arguments: str, message: str
+) -> None:
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", *arguments.split()])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_placement_that_the_settings_contradict_is_told(runner: CliRunner) -> None:
+    arguments = (
+        "plan --model qwen3-8b --gpus 2 --tp 1 --context 32k --set selection.dense_tokens=8k"
+    )
+    result = runner.invoke(app, arguments.split())
+    assert "recommended: 1 inference + 1 cache GPU" in result.output
+    assert "serve refuses it as it is: dense_tokens=8192: with transport=shared" in result.output
