@@ -46,6 +46,10 @@ _REFRESHED = (
     "the predicted times are those of steps that select; with --refresh-every {steps} one of "
     "{steps} does, and the others are shorter"
 )
+_SHARED = (
+    "planned for {count} requests of {tokens} tokens, which share --cache-tokens {capacity}: "
+    "fewer of them may have up to {context} each"
+)
 _POOLED = (
     "the predicted times are without --pool-before and --pool-after, which made a layer's "
     "selection a third longer on an H200 (docs/policies.md)"
@@ -111,7 +115,12 @@ class PlanRequest:
         int, option("Requests that decode together.", min=1, max=4096, **_NUMBER)
     ] = 8
     cache_tokens: Annotated[
-        int | None, option("Tokens whose K/V are held. Default: context x concurrency.", **_TOKENS)
+        int | None,
+        option(
+            "Tokens whose K/V are held. Default: context x concurrency. With fewer, "
+            "shorter requests are planned, which share them equally.",
+            **_TOKENS,
+        ),
     ] = None
     chunked_prefill_size: Annotated[
         int,
@@ -162,13 +171,7 @@ def plan(request: PlanRequest) -> None:
     served, gpus = _served(request), request.gpus
     shape, selection = served.shape, served.settings.selection
     tp_size, num_cache_gpus = asked_placement(served.settings, served.spec, gpus)
-    load = Workload.from_selection(
-        selection,
-        context_tokens=request.context,
-        concurrency=request.concurrency,
-        chunk_tokens=request.chunked_prefill_size,
-        capacity_tokens=request.cache_tokens,
-    )
+    load = _load(request, selection)
     memory = request.gpu_memory
     gpu_bytes = _bytes_here() if memory is None else int(memory * GIB)
     cost, note = _constants(request.measure)
@@ -195,6 +198,25 @@ def plan(request: PlanRequest) -> None:
         raise typer.Exit(1)
 
 
+def _load(request: PlanRequest, selection: SelectionSettings) -> Workload:
+    """Return what is served: requests of `context` tokens, or what `cache_tokens` has for each."""
+    capacity, context = request.cache_tokens, request.context
+    share = context if capacity is None else max(1, capacity // request.concurrency)
+    if capacity is not None and capacity < context:
+        raise SettingsError(
+            f"cache_tokens={capacity} cannot hold one request of {context} tokens; raise "
+            "--cache-tokens or lower --context"
+        )
+    return Workload.from_selection(
+        selection,
+        context_tokens=min(context, share),
+        concurrency=request.concurrency,
+        chunk_tokens=request.chunked_prefill_size,
+        capacity_tokens=capacity,
+        max_context=context if share < context else None,
+    )
+
+
 def _served(request: PlanRequest) -> _Served:
     """Return what `serve` would make of the options, on GPUs."""
     settings, notes = _settings(request.flags, request.model), list[str]()
@@ -215,6 +237,13 @@ def _lines(
     """Yield what follows the tables: how to start it, `said`, and what to know of that."""
     if choice.chosen is not None:
         yield f"start it with\n  {_command(request, choice.chosen.placement, load)}"
+    if load.context_tokens < request.context:
+        yield _SHARED.format(
+            count=load.concurrency,
+            tokens=load.context_tokens,
+            capacity=load.total_tokens,
+            context=request.context,
+        )
     yield from filter(None, (*said, *served.notes))
     advice = calibration_advice(served.settings, served.spec)
     if choice.chosen is not None and advice is not None:
@@ -329,7 +358,7 @@ def _command(request: PlanRequest, placement: Placement, load: Workload) -> str:
     words = ["tandemkv", "serve", "/path/to/model" if is_built_in(model) else model]
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
     words += ["--cache-tokens", str(load.total_tokens)]
-    words += ["--max-context", str(load.context_tokens)]
+    words += ["--max-context", str(request.context)]
     if load.chunk_tokens != DEFAULT_CHUNK_TOKENS:
         words += ["--chunked-prefill-size", str(load.chunk_tokens)]
     if request.dtype != _DTYPE:

@@ -315,6 +315,7 @@ def test_plan_takes_the_index_that_serve_would(
             0,
             "8 x 49152 tokens",
         ),
+        (["--model", "qwen3-8b", "--cache-tokens", "32k"], 2, "one request of 65536 tokens; raise"),
         ([], 2, "--model"),
     ],
 )

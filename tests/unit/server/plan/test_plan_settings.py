@@ -136,3 +136,19 @@ def test_a_placement_that_the_settings_contradict_is_told(runner: CliRunner) -> 
     result = runner.invoke(app, arguments.split())
     assert "recommended: 1 inference + 1 cache GPU" in result.output
     assert "serve refuses it as it is: dense_tokens=8192: with transport=shared" in result.output
+
+
+def test_requests_that_share_fewer_tokens_are_planned_as_short_ones(runner: CliRunner) -> None:
+    base = ["plan", "--model", "qwen3-8b", "--concurrency", "8", "--gpus", "2"]
+    shared = [*base, "--context", "64k", "--cache-tokens", "128k"]
+    output = runner.invoke(app, shared).output
+    assert "planned for 8 requests of 16384 tokens, which share --cache-tokens 131072" in output
+    assert "--cache-tokens 131072 --max-context 65536" in output
+    short, found = plan_of(runner, [*base, "--context", "16k"]), plan_of(runner, shared)
+    for one, other in zip(short["placements"], found["placements"], strict=True):
+        assert one["predicted"] == other["predicted"]
+        parts = [x["bytes_per_gpu"]["inference"]["kv"] for x in (one, other)]
+        assert parts[0] == parts[1]
+    assert short["break_even"] == found["break_even"]
+    enough = runner.invoke(app, [*base, "--context", "64k", "--cache-tokens", "512k"]).output
+    assert "planned for" not in enough
