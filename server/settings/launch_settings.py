@@ -270,6 +270,11 @@ class ServeSettings(FrozenModel):
                 f"transport=local and cache_ranks={self.cache_ranks} contradict each other; use "
                 "--cache-ranks 0"
             )
+        if self.cache_ranks == 0 and self.transport in ("shared", "message"):
+            raise ValueError(
+                f"transport={self.transport} and cache_ranks=0 contradict each other: 0 is none in "
+                "a process of its own; leave --transport out, or use --cache-ranks 1"
+            )
         self._check_cache_ranks()
         self._check_message()
         self._check_nodes()

@@ -39,6 +39,8 @@ def _settings(**given: Any) -> ServeSettings:
     [
         ({"transport": "message", "tensor_parallel": 2, "cache_ranks": 3}, "--cache-ranks 2,"),
         ({"transport": "message", "evaluation": True}, "--transport shared"),
+        ({"transport": "message", "cache_ranks": 0}, "transport=message and cache_ranks=0 contra"),
+        ({"transport": "shared", "cache_ranks": 0}, "transport=shared and cache_ranks=0 contradi"),
         ({"cache_rank_address": _ADDRESS}, "add --link-keys"),
         ({"cache_rank_address": "127.0.0.1:1", "link_keys": "k"}, "tcp://HOST:PORT"),
         ({"cache_rank_address": "tcp://0.0.0.0:1", "link_keys": "k"}, "every interface"),
