@@ -10,8 +10,11 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .shape import ModelShape
 
-RAN_ON_GPUS = frozenset({"in-process-tp1", "in-process-tp2", "in-process-tp4", "1+1", "1+3"})
-"""Names of the placements that reports of docs/benchmarks have figures of."""
+RAN_ON_GPUS = frozenset(
+    {"in-process-tp1", "in-process-tp2", "in-process-tp4", "1+1", "1+3", "tp2+2"}
+)
+"""Names of the placements that reports of docs/benchmarks have figures of; those of 2 + 2 are of an
+earlier version."""
 
 
 class PlacementKind(StrEnum):

@@ -184,7 +184,10 @@ def test_command_prints_tables(runner: CliRunner) -> None:
     found = break_even_tokens(QWEN, replace(LOAD, num_recent_tokens=128), 2)
     assert f"break-even: requests of up to {found} tokens" in result.output
     result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--gpus", "4"])
-    assert "2 inference + 2 cache GPUs (never run on GPUs)" in result.output
+    assert "2 inference + 2 cache GPUs" in result.output
+    assert "never run on GPUs" not in result.output
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--gpus", "8"])
+    assert "4 inference + 4 cache GPUs (never run on GPUs)" in result.output
 
 
 def test_the_command_has_the_context_and_its_limit_is_told(runner: CliRunner) -> None:
