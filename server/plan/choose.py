@@ -233,8 +233,10 @@ def _reason(
 ) -> str:
     chosen = best.placement
     others = [plan for plan in own if plan.fits and plan is not best]
+    faster = [plan for plan in others if plan.step.tpot_ms < best.step.tpot_ms]
     least = "least " if others else ""
-    words = [f"{least}predicted time per token, {best.step.tpot_ms:.1f} ms"]
+    among = " of those that serve takes by itself" if faster else ""
+    words = [f"{least}predicted time per token{among}, {best.step.tpot_ms:.1f} ms"]
     words += [f"{plan.placement.name} {plan.step.tpot_ms:.1f} ms" for plan in others]
     if left_out := [plan.placement.name for plan in own if not plan.fits]:
         words.append(f"{', '.join(left_out)} does not fit")
@@ -248,7 +250,6 @@ def _reason(
     else:
         gain = dense.step.tpot_ms / best.step.tpot_ms
         words.append(f"stock SGLang {dense.step.tpot_ms:.1f} ms, {gain:.1f} times as long")
-    faster = [plan for plan in others if plan.step.tpot_ms < best.step.tpot_ms]
     if faster:
         names = ", ".join(plan.placement.name for plan in faster)
         words.append(f"serve takes {names} only if its flags are given")

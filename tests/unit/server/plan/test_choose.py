@@ -62,6 +62,7 @@ def test_takes_the_fastest_that_fits() -> None:
     assert choice.chosen.step.tpot_ms == min(plan.step.tpot_ms for plan in own)
     assert choice.plans[0].placement.name == "dense-tp2"
     assert "stock SGLang" in choice.reason
+    assert choice.reason.startswith("least predicted time per token, ")
 
 
 def test_takes_what_the_version_offers() -> None:
@@ -86,7 +87,9 @@ def test_recommends_what_serve_takes_and_says_what_never_ran() -> None:
         for plan in choice.plans[1:]
         if plan.step.tpot_ms < choice.chosen.step.tpot_ms
     ]
-    assert not faster or f"serve takes {', '.join(faster)} only if its flags" in choice.reason
+    assert faster
+    assert f"serve takes {', '.join(faster)} only if its flags" in choice.reason
+    assert "least predicted time per token of those that serve takes by itself, " in choice.reason
     # Of 1 + 7 GPUs the last ones hold what no other placement does.
     full = replace(LOAD, concurrency=48, context_tokens=131072)
     choice = choose_placement(QWEN, full, num_gpus=8, gpu_bytes=H200_BYTES)
