@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -192,8 +193,31 @@ def stock_server(
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="tkv-q-", ignore_cleanup_errors=True) as name:
-        yield Path(name)
+    folder = tempfile.TemporaryDirectory(prefix="tkv-q-", ignore_cleanup_errors=True)
+    try:
+        yield Path(folder.name)
+    finally:
+        with _interrupted_later():
+            folder.cleanup()
+
+
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[Callable[[], bool]]:
+    """Put off a Ctrl-C until what is done here is complete; yields whether one came.
+
+    Only the main thread gets them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    came = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: came.set())
+    try:
+        yield came.is_set
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+    if came.is_set():
+        raise KeyboardInterrupt
 
 
 def _environment(device: str) -> dict[str, str]:
@@ -257,11 +281,11 @@ def _end_when_asked(child: ChildProcess, stop: threading.Event, ending: threadin
 def _end(child: ChildProcess, grace_s: float, ending: threading.Lock) -> None:
     """End a server, and remove the shared memory that stock SGLang leaves.
 
-    `ending` is held meanwhile: that is for one thread at a time.
+    `ending` is held meanwhile: that is for one thread at a time. A Ctrl-C meanwhile kills it.
     """
-    with ending:
+    with _interrupted_later() as is_interrupted, ending:
         segments = shared_memory_of([child.pid])
-        child.stop(grace_s, hurry=lambda: False)
+        child.stop(grace_s, hurry=is_interrupted)
         remove_segments(segments)
 
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -150,6 +151,56 @@ def test_stopping_ends_the_child_and_the_request_under_way(tmp_path: Path) -> No
 
     with pytest.raises(StoppedError):
         ask()
+
+
+def test_a_second_ctrl_c_kills_the_child_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ready, main = tmp_path / "ready", os.getpid()
+    code = (
+        "import os, pathlib, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(ready)!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+    before = signal.getsignal(signal.SIGINT)
+    second = threading.Timer(0.5, os.kill, (main, signal.SIGINT))
+
+    def be_interrupted() -> None:
+        with (
+            servers._folder() as work,
+            servers._running(
+                child(work, code), SERVER, 60.0, threading.Event(),
+                lambda _: None if ready.exists() and ready.read_text() else "not yet",
+            ),
+        ):  # fmt: skip
+            second.start()
+            os.kill(main, signal.SIGINT)
+            time.sleep(60)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        be_interrupted()
+    second.join()
+    assert time.monotonic() - started < 20
+    assert not Path("/proc", ready.read_text()).exists(), "it could still write into its folder"
+    assert [path.name for path in tmp_path.iterdir()] == ["ready"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_ctrl_c_while_all_is_well_ends_the_command_afterwards() -> None:
+    def be_interrupted() -> None:
+        with servers._interrupted_later() as is_interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            assert is_interrupted()
+            done.append(1)
+
+    done: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        be_interrupted()
+    assert done
 
 
 def test_sigterm_stops_as_ctrl_c_does() -> None:
