@@ -8,6 +8,7 @@ container's restart policy, a person) has to look.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,13 @@ _LONGEST_BACKOFF_S = 30.0
 _LAST_ANSWERS_S = 3.0
 """For a process that was told of a hang below it."""
 WINDOW_S = 600.0
+_REFUSED = re.compile(
+    r"^[^\n:]+: error: (unrecognized arguments: .+|argument .+|ambiguous option: .+)\Z",
+    re.MULTILINE,
+)
+"""What Python's parser of arguments says last."""
+_OF_ARGUMENTS = "exit code 2"
+_CORRECT = "correct it there (`python -m sglang.launch_server --help` lists SGLang's arguments)"
 
 
 class LaunchError(TandemKVError):
@@ -187,5 +195,10 @@ class SupervisedRank:
 
 
 def tail(child: ChildProcess) -> str:
-    """Return the end of a child's log, for an error."""
-    return f"last lines of {child.spec.log_path}:\n{child.log_tail()}"
+    """Return the end of a child's log, for an error; of a refused argument what to do."""
+    text = child.log_tail()
+    refused = _REFUSED.search(text)
+    if refused is not None and child.exit_status() == _OF_ARGUMENTS:
+        # Before it stands the usage of hundreds of arguments.
+        return f"SGLang refuses what follows --: {refused[1]}; {_CORRECT}"
+    return f"last lines of {child.spec.log_path}:\n{text}"

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tandemkv.server.launch.liveness import Liveness, Pulse
-from tandemkv.server.launch.supervision import LaunchError, RestartRules, SupervisedRank
+from tandemkv.server.launch.supervision import LaunchError, RestartRules, SupervisedRank, tail
 
 NO_PROCESS = 1 << 30
 FIRST_S = 0.01
@@ -66,6 +66,34 @@ def lives(*, is_ready: bool, count: int, waits: bool = False) -> list[str]:
         rank.keep()
     return [line.split(" in ")[1].split(" s,")[0] for line in said.getvalue().splitlines()
             if "; restart" in line]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "said"),
+    [
+        (
+            "sglang serve: error: unrecognized arguments: --foo",
+            2,
+            "unrecognized arguments: --foo; ",
+        ),
+        ("sglang serve: error: argument --tp: invalid int value: 'x'", 2, "argument --tp: inv"),
+        ("launch_server.py: error: ambiguous option: --max could match --maxa, --maxb", 2, "ambig"),
+        ("sglang serve: error: unrecognized arguments: --foo", 1, ""),
+        ("out of memory", 2, ""),
+        ("x: error: unrecognized arguments: --foo\nTraceback", 2, ""),
+    ],
+)
+def test_an_argument_that_sglang_refuses_says_what_to_do(last: str, status: int, said: str) -> None:
+    child = EndingChild()
+    text = f"usage: sglang serve [-h] --model-path MODEL_PATH\n{last}"
+    child.__dict__.update(log_tail=lambda: text, exit_status=lambda: f"exit code {status}")
+    found = tail(cast(Any, child))
+    if said:
+        assert found.startswith(f"SGLang refuses what follows --: {said}")
+        assert "correct it there" in found
+        assert "usage:" not in found
+    else:
+        assert found == f"last lines of cache_rank.log:\n{text}"
 
 
 def test_one_that_was_ready_is_started_again_without_delay() -> None:
