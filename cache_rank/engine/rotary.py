@@ -13,10 +13,14 @@ from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
 from tandemkv.cache_rank.protocol.models.model_spec import architecture_of_config, read_config
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
+_SELECTING = "full_attention"
+"""Kind of the layers that select, where a model turns the queries of its kinds differently."""
 
 
 def read_rotary(model_dir: Path) -> Rotary:
     """Return the inverse frequencies and the factor, as transformers computes them.
+
+    They are those of the layers without a window where others have their own.
 
     Raises `UnsupportedModelError` if the frequencies depend on the length of the request, or the
     kind is unknown.
@@ -30,6 +34,10 @@ def read_rotary(model_dir: Path) -> Rotary:
         config = getattr(config, entry.decoder_config)
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     parameters = dict(parameters or {})
+    by_kind = {}
+    if _SELECTING in parameters:  # Gemma 3: layers with a window have another base
+        by_kind = {"layer_type": _SELECTING}
+        parameters = dict(parameters[_SELECTING])
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     if kind in _LENGTH_DEPENDENT:
         raise UnsupportedModelError(
@@ -43,7 +51,7 @@ def read_rotary(model_dir: Path) -> Rotary:
         exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         inv_freq, scaling = 1.0 / float(theta) ** exponent, 1.0
     elif kind in ROPE_INIT_FUNCTIONS:
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **by_kind)
     else:
         known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
         raise UnsupportedModelError(f"rope_type={kind} is unknown; known: default, {known}")

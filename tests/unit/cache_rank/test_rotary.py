@@ -9,6 +9,7 @@ import torch
 from transformers import (
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -23,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.models.ernie4_5 import modeling_ernie4_5
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
@@ -146,6 +148,37 @@ def test_a_decoder_with_a_configuration_of_its_own_is_asked(tmp_path):
     rotary = read_rotary(tmp_path)
     assert rotary.inv_freq.tolist() == pytest.approx([1.0, 0.01, 0, 0, 0, 0, 0, 0])
     assert rotary.order.tolist() == [0, 1, 4, 6, 8, 10, 12, 14, 2, 3, 5, 7, 9, 11, 13, 15]
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+OF_LAYERS = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None},
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR},
+        {"rope_parameters": OF_LAYERS},
+        {"rope_parameters": OF_LAYERS | {"full_attention": LINEAR | {"rope_theta": 1e6}}},
+    ],
+    ids=["published", "published-linear", "by-layer-type", "by-layer-type-linear"],
+)
+def test_layers_without_a_window_have_a_base_of_their_own(tmp_path, rope):
+    """They are those that select; layers with one have a base of 1e4."""
+    config = SHAPE | {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16,
+        "num_hidden_layers": 6, "sliding_window": 16, **rope,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    turned = Gemma3RotaryEmbedding(Gemma3TextConfig.from_pretrained(tmp_path))
+    rotary = read_rotary(tmp_path)
+    assert rotary.inv_freq.tolist() == turned.full_attention_inv_freq.tolist()
+    assert rotary.scaling == turned.full_attention_attention_scaling
+    assert rotary.inv_freq.tolist() != turned.sliding_attention_inv_freq.tolist()
 
 
 def test_length_dependent_rope_is_refused(tmp_path):
