@@ -117,6 +117,12 @@ class LfpsPolicy(AttendingPolicy):
         options = cls.options_model.model_validate(selection.options)
         assert isinstance(options, LfpsOptions)
         check_seed_queries("lfps.rows", options.rows, selection)
+        if selection.budget_tokens < 1:
+            raise PolicyError(
+                "budget_tokens=0: policy=lfps would choose nothing beside the sink and the recent "
+                "tokens; raise --budget-tokens, or use --policy streaming, which attends to these "
+                "alone"
+            )
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)

@@ -345,3 +345,11 @@ def test_settings_that_do_not_go_together(change):
     with pytest.raises(ValueError, match="policy=lfps"):
         resolve_selection({"policy": "lfps", **change})
     resolve_selection({"policy": "lfps"})
+
+
+def test_a_budget_of_nothing_is_refused():
+    with pytest.raises(PolicyError, match=r"budget_tokens=0: .*--budget-tokens.*streaming"):
+        Bench(budget_tokens=0)
+    bench = Bench(budget_tokens=1, group=1)
+    bench.start(200)
+    assert bench.step(200).num_attended == 2  # one of each KV head
