@@ -91,6 +91,8 @@ class LfpsPolicy(AttendingPolicy):
       query heads are bypassed.
     - ``w_sink`` covers all `num_sink_tokens`. Mean key and value go on to include the tokens that
       leave the ring; sigma stays that of the last prompt row.
+    - A query head whose weights have no finite sum, as with a query of NaN, returns nothing of the
+      rest, and tables learn nothing from it: other heads and requests go on.
     - If all entries of a table are equal their kurtosis is taken as 1/n, its least value. If there
       is no candidate at all, sink and recent tokens are all that the step attends to.
     - While the budget covers all candidates, all are attended to and nothing is bypassed. So it

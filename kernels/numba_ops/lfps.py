@@ -99,7 +99,10 @@ def _bypassed(
 
 @compiled
 def _exponentials(logits: Any, is_bypassed: Any, peak: Any) -> None:
-    """Replace logits ``[m, G]`` by ``exp(logit - peak)``; writes `peak` ``[G]``."""
+    """Replace logits ``[m, G]`` by ``exp(logit - peak)``; writes `peak` ``[G]``.
+
+    What is bypassed has 0.
+    """
     count, group = logits.shape
     peak[:] = -np.inf
     for i in range(count):
@@ -107,13 +110,16 @@ def _exponentials(logits: Any, is_bypassed: Any, peak: Any) -> None:
             peak[g] = max(peak[g], logits[i, g])
     for i in range(count):
         for g in range(group):
-            if not is_bypassed[g]:
-                logits[i, g] = np.exp(logits[i, g] - peak[g])
+            logits[i, g] = 0.0 if is_bypassed[g] else np.exp(logits[i, g] - peak[g])
 
 
 @compiled
-def _pooled(weights: Any, count: Any, is_bypassed: Any, total: Any, out: Any) -> None:
-    """Mean ``out[:count]`` of the softmaxes that are not bypassed; writes their sums `total`."""
+def _pooled(weights: Any, count: Any, total: Any, out: Any) -> Any:
+    """Mean ``out[:count]`` of the softmaxes of query heads; writes their sums `total`.
+
+    Weights of a query head whose sum is not finite are set to 0. One whose sum is 0 has no part.
+    Returns how many have one: if none has, the mean is 0.
+    """
     group = weights.shape[1]
     total[:] = 0.0
     for i in range(count):
@@ -121,16 +127,20 @@ def _pooled(weights: Any, count: Any, is_bypassed: Any, total: Any, out: Any) ->
             total[g] += weights[i, g]
     num_active = 0
     for g in range(group):
-        num_active += not is_bypassed[g]
+        if not np.isfinite(total[g]):  # its query or a key is not, or their product
+            weights[:, g] = 0.0
+            total[g] = 0.0
+        num_active += total[g] > 0.0
     share = np.zeros(group, np.float32)
     for g in range(group):
-        if not is_bypassed[g]:
+        if total[g] > 0.0:
             share[g] = 1.0 / (total[g] * num_active)
     for i in range(count):
         mean = np.float32(0.0)
         for g in range(group):
             mean += weights[i, g] * share[g]
         out[i] = mean
+    return num_active
 
 
 @compiled
@@ -205,7 +215,8 @@ def lfps_heads(
     bypass
         0 returns the mean value with the weight of the rest, 1 nothing, 2 the mean value alone.
     out
-        ``[Hq, D + 1]`` float32: output and log-sum-exp.
+        ``[Hq, D + 1]`` float32: output and log-sum-exp; 0 and ``-inf`` for a query head that none
+        of the candidates has a finite weight for.
     attended, candidates
         ``[H]`` int64: tokens attended to, and scored.
     """
@@ -259,11 +270,11 @@ def lfps_heads(
             count = initial_candidates(tables, peaks, head, n, tau, seen, found)
             count = expanded_candidates(tables, head, n, mean, seen, found, count, chosen)
         candidates[head] = count
-        if count == 0:  # no entry stands out: the rest has no part in this step
-            for g in range(group):
-                if not is_bypassed[g]:
-                    result[g, :dim] = 0.0
-                    result[g, dim] = -np.inf
+        for g in range(group):  # until it is known otherwise, the rest has no part in this step
+            if not is_bypassed[g]:
+                result[g, :dim] = 0.0
+                result[g, dim] = -np.inf
+        if count == 0:  # no entry stands out
             continue
         where = np.empty(count, np.int32)
         for i in range(count):
@@ -274,12 +285,13 @@ def lfps_heads(
             _first_variance(own, weights, head, sigma2)
         _exponentials(weights, is_bypassed, peak)
         pooled = np.empty(count, np.float32)
-        _pooled(weights, count, is_bypassed, total, pooled)
+        if _pooled(weights, count, total, pooled) == 0:
+            continue  # nothing to learn from, either
         if is_empty:
             _first_tables(pooled, n, head, state, decay)
         kept = _keep_best(chosen, weights, pooled, count, budget)
         if kept < count:
-            _pooled(weights, kept, is_bypassed, total, pooled)
+            _pooled(weights, kept, total, pooled)
             for i in range(kept):
                 where[i] = slots[lo + chosen[i]]
         output[:] = 0.0
@@ -289,10 +301,10 @@ def lfps_heads(
             if i + _AHEAD < kept:
                 prefetch_row(v, where[i + _AHEAD], head)
             for g in range(group):
-                factor[g] = 0.0 if is_bypassed[g] else weights[i, g] / total[g]
+                factor[g] = weights[i, g] / total[g] if total[g] > 0.0 else 0.0
             add_row(v, where[i], head, factor, bits, floats, output)
         for g in range(group):
-            if not is_bypassed[g]:
+            if total[g] > 0.0:
                 result[g, :dim] = output[g]
                 result[g, dim] = peak[g] + np.log(total[g])
         attended[head] = kept

@@ -353,3 +353,64 @@ def test_a_budget_of_nothing_is_refused():
     bench = Bench(budget_tokens=1, group=1)
     bench.start(200)
     assert bench.step(200).num_attended == 2  # one of each KV head
+
+
+def attend_to_two(bench, query):
+    """A step of the requests (1, 1) and (2, 1), of 201 tokens each; `query` is of the second."""
+    stored = bench.stored()
+    return bench.policy.attend(
+        AttendInput(
+            layer=0,
+            owners=[(1, 1), (2, 1)],
+            query=torch.stack([bench.q[200], query]),
+            lengths=torch.tensor([201, 201]),
+            lo=torch.tensor([2, 2]),
+            hi=torch.tensor([193, 193]),
+            stored=StoredKV(stored.k, stored.v, stored.slots.expand(2, -1)),
+            budget=bench.selection.budget_tokens,
+        )
+    )
+
+
+@pytest.mark.parametrize("budget", [12, 400])
+@pytest.mark.parametrize("has_tables", [True, False])
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e38])
+def test_a_query_that_is_not_finite_spoils_its_own_request_alone(factor, has_tables, budget):
+    bench, alone = (Bench(options={"sparsity": 1.0}, budget_tokens=budget) for _ in range(2))
+    alone.start(200)
+    bench.start(200)
+    if has_tables:
+        bench.owner = (2, 1)
+        bench.start(200)
+    found = attend_to_two(bench, bench.q[200] * factor).merged
+    assert torch.equal(found[0], alone.step(200).merged[0])
+    assert (found[1, :, -1] == -torch.inf).all()
+    assert (found[1, :, :-1] == 0).all()
+    again = attend_to_two(bench, bench.q[200]).merged  # its tables learnt nothing from that
+    assert again.isfinite().all()
+    if has_tables:
+        assert torch.equal(again[1], found[0])
+
+
+def test_a_query_head_that_is_not_finite_leaves_the_others_of_its_group():
+    bench = Bench(heads=1, group=2, options={"sparsity": 1.0})
+    bench.start(200)
+    bench.q[200, 0] *= 1e38
+    found = bench.step(200).merged[0]
+    assert (found[0] == torch.tensor([0.0] * 16 + [-torch.inf])).all()
+    assert found[1].isfinite().all()
+    assert all(np.isfinite(x).all() for x in bench.state.arrays)
+
+
+def test_a_query_head_of_which_nothing_was_kept_has_no_part():
+    """The best of the group, to be the only one, is so far from another's that this has 0."""
+    bench = Bench(heads=1, group=2, positions=70, budget_tokens=1, options={"sparsity": 1.0})
+    bench.k.zero_()
+    bench.k[20, 0, 0] = bench.k[30, 0, 1] = 1e3
+    bench.q.zero_()
+    bench.q[:, 0, 0] = bench.q[:, 1, 1] = 10.0
+    found = bench.step(60)
+    assert found.num_attended == 1
+    assert torch.equal(found.merged[0, 0, :-1], bench.v[20, 0])
+    assert found.merged[0, 0, -1] == pytest.approx(1e4 * bench.model.scale)
+    assert (found.merged[0, 1] == torch.tensor([0.0] * 16 + [-torch.inf])).all()
