@@ -15,7 +15,8 @@ def fill_set(policy: Policy, prompt: SeedInput, num_resident: int) -> torch.Tens
     """Return what is resident first of a prompt, ``[H, R]`` int32.
 
     The sink, then the best by `Policy.seed_scores`, which is not asked if nothing is left to
-    choose; ``-1`` where there are no more.
+    choose, then the latest of the others, where scores choose too few; ``-1`` where there are no
+    more candidates.
     """
     lo, target = prompt.lo, min(num_resident, prompt.hi)
     shape, device = (policy.context.model.num_kv_heads, num_resident), prompt.queries.device
@@ -23,8 +24,27 @@ def fill_set(policy: Policy, prompt: SeedInput, num_resident: int) -> torch.Tens
     chosen[:, :lo] = torch.arange(lo, dtype=torch.int32, device=device)
     if target > lo:
         scores = policy.seed_scores(prompt)
-        chosen[:, lo:target] = topk_positions(scores.unsqueeze(0), target - lo)[0]
+        best = topk_positions(scores.unsqueeze(0), target - lo)[0]
+        chosen[:, lo:target] = _filled(best, lo, prompt.hi)
     return chosen
+
+
+def _filled(best: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+    """Return `best` ``[H, n]`` with the highest others of ``[lo, hi)`` for the ``-1`` at its end.
+
+    A step attends to so many slots, whatever is in them: an empty one has the K and V of a request
+    that is gone. Decode fills up with the same ones (`tandemkv.kernels.mirror`).
+    """
+    heads, n = best.shape
+    is_missing = best < 0
+    is_taken = torch.zeros((heads, hi + 1), dtype=torch.bool, device=best.device)
+    is_taken.scatter_(1, torch.where(is_missing, hi, best).clamp(max=hi).long(), True)
+    highest = torch.arange(hi - 1, max(lo, hi - 2 * n) - 1, -1, device=best.device)  # enough
+    is_free = ~is_taken[:, highest]
+    place = n - is_missing.sum(-1, keepdim=True) + is_free.cumsum(-1) - 1
+    place = torch.where(is_free, place, n).clamp(max=n)  # what is not needed goes to the end
+    filled = torch.nn.functional.pad(best, (0, 1))
+    return filled.scatter_(1, place, highest.to(best.dtype).expand(heads, -1))[:, :n]
 
 
 def seed_range(length: int, selection: SelectionSettings) -> tuple[int, int]:
