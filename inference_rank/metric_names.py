@@ -44,7 +44,7 @@ HELP = {
     "cache_rank_up": "1 while every cache rank serves, else 0",
     "pause_s": "Time since the cache rank was lost; 0 while it serves",
     "mapped_bytes": "Memory that this process and a cache rank both map",
-    "plan_refresh_steps": "Steps between two selections of a request",
+    "plan_refresh_steps": "Steps between two selections of a request, at most",
     "plan_dense_tokens": "Longest context that is attended to as a whole",
     "plan_dense_batch_tokens": "Most tokens of a step of which all are attended to",
     "plan_scan_us": "Time of a layer's selection without transfers, measured at start",

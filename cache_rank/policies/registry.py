@@ -91,6 +91,15 @@ def unread_settings(
         why["fetch_cap"] = "fetches nothing"
     if not says.selects:
         why["refresh_every"] = "selects nothing"
+        why["seed_window"] = "seeds nothing from a prompt"
+    elif says.has_slow_steps:
+        why["refresh_every"] = "selects in its slow steps, for which it has an option of its own"
+    if not says.selects or says.attends:
+        why["resident_factor"] = "has nothing but the sink resident"
+    if not says.selects:
+        why["pooling"] = "scores nothing"
+    elif says.attends and policy.__module__.startswith(f"{_HERE}."):  # a user's own may read it
+        why["pooling"] = "always takes the mean over the query heads of a group"
     if not says.selects or says.attends or says.index != "keys":
         why["index_dtype"] = "scans no index of keys"
     nothing: dict[str, tuple[Any, ...]] = {"refresh_every": (None, 1), "anchors": ((), [])}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandemkv.cache_rank.protocol.engine import SelectionTime
+from tandemkv.cache_rank.protocol.messages import RefreshRule
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .layer_time import LayerTime
@@ -38,12 +39,16 @@ class StartPlan:
 
     @property
     def exposed_us(self) -> float | None:
-        """What a layer's selection adds to its step, averaged over the steps of a refresh."""
+        """What a layer's selection adds to its step, averaged over the steps of a refresh.
+
+        Where tokens decide when that is, it is what it adds to a step that selects.
+        """
         if self.measured is None or self.layer is None or self.layer.us is None:
             return None
         found = self.measured
         mean = self.scanned * found.total_us + (1 - self.scanned) * found.transfer_us
-        return mean / self.settings.refresh_steps
+        is_known = self.settings.declared.refresh is not RefreshRule.BOUNDARY
+        return mean / self.settings.most_steps_between if is_known else mean
 
     @property
     def is_hidden(self) -> bool | None:
@@ -56,7 +61,7 @@ class StartPlan:
     def values(self) -> dict[str, float]:
         """Gauges for the status endpoint; what is not known is missing."""
         found = {
-            "plan_refresh_steps": float(self.settings.refresh_steps),
+            "plan_refresh_steps": float(self.settings.most_steps_between),
             "plan_dense_tokens": float(self.dense_tokens),
         }
         if self.settings.dense_batch_tokens:  # so are all of a step of no more tokens in all

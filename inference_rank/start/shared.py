@@ -82,7 +82,7 @@ class SharedRuntime(runtime_module.Runtime):
             "cache_rank_up": float(self.recovery.state is State.SERVING),
             "pause_s": self.recovery.pause_s,
             "mapped_bytes": float(self.mapped_bytes + sum(x.own_bytes for x in self.client.parts)),
-            "plan_refresh_steps": float(selection.refresh_steps),
+            "plan_refresh_steps": float(selection.most_steps_between),
             "plan_dense_tokens": float(dense.num_dense),
         }
         told = {

@@ -64,7 +64,7 @@ def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> Renderab
         if key in values:
             table.add_row(name, f"{values[key]:,.1f}{_hidden(values, key)}")
     steps, dense = values["plan_refresh_steps"], values["plan_dense_tokens"]
-    table.add_row("refresh every", "1 step" if steps == 1 else f"{steps:.0f} steps")
+    table.add_row("refresh every", "1 step" if steps == 1 else f"{steps:.0f} steps at most")
     table.add_row("attends to everything", f"up to {dense:.0f} tokens" if dense else "never")
     lines = []
     if together := values.get("plan_dense_batch_tokens"):

@@ -142,7 +142,8 @@ class SelectionSettings(FrozenModel):
         default=None,
         ge=1,
         le=1024,
-        description="Select every n-th step; default 1.",
+        description="Select every n-th step; default 1. Not sfi and sync_kv, which have options of "
+        "their own for it.",
     )
     seed_window: int = Field(
         default=64, ge=1, le=1024, description="Prompt queries that seed the set."
@@ -250,6 +251,12 @@ class SelectionSettings(FrozenModel):
     def refresh_steps(self) -> int:
         """`refresh_every`, or 1 where it is left open."""
         return self.refresh_every or 1
+
+    @property
+    def most_steps_between(self) -> int:
+        """Steps from one selection of a request to the next, at most."""
+        declared = self.declared
+        return declared.refresh_interval if declared.has_slow_steps else self.refresh_steps
 
     @property
     def pooled_positions(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.engine import SelectionTime
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
@@ -44,6 +45,27 @@ def test_a_selection_takes_its_time_from_the_model(
     assert found.is_hidden is hidden
     assert found.values()["plan_refresh_steps"] == (refresh or 1)
     assert found.info()["plan_placement"] == "the model's GPU"
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "steps", "exposed"),
+    [
+        ("sync_kv", {"stride": 8}, 8, 5.0),
+        ("sfi", {"max_interval": 32}, 32, 40.0),  # sentences may end in every step
+    ],
+)
+def test_policies_with_slow_steps_have_an_interval_of_their_own(
+    policy: str, options: dict[str, int], steps: int, exposed: float
+) -> None:
+    found = StartPlan(
+        settings=resolve_selection({"policy": policy, "options": options}),
+        measured=SelectionTime(scan_us=30.0, transfer_us=10.0, batch=8, context=65536),
+        layer=LayerTime(weights_us=50.0, attention_us=50.0, of_graph=True),
+        is_cuda=True,
+        dense_tokens=4096,
+    )
+    assert found.values()["plan_refresh_steps"] == steps
+    assert found.exposed_us == pytest.approx(exposed)
 
 
 def test_of_a_layer_that_was_not_measured_nothing_is_said() -> None:

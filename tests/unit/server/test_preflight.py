@@ -157,6 +157,26 @@ def test_refuses_what_has_no_calibration(model_dir: Path) -> None:
             "policy=exact selects nothing; drop --refresh-ev",
         ),
         *(
+            (
+                {"policy": policy, "refresh_every": 8},
+                rf"refresh_every=8: policy={policy} selects in",
+            )
+            for policy in ("sfi", "sync_kv")
+        ),
+        *(
+            ({"policy": policy, "pooling": "max_logit"}, f"policy={policy} scores nothing")
+            for policy in ("exact", "streaming")
+        ),
+        ({"policy": "lfps", "pooling": "max_logit"}, "policy=lfps always takes the mean"),
+        *(
+            ({"policy": policy, "resident_factor": 4.0}, rf"resident_factor=4\.0: policy={policy} ")
+            for policy in ("exact", "streaming", "lfps")
+        ),
+        *(
+            ({"policy": policy, "seed_window": 1}, rf"seed_window=1: policy={policy} seeds nothing")
+            for policy in ("exact", "streaming")
+        ),
+        *(
             ({"policy": policy, "index_dtype": "int8"}, f"policy={policy} scans no index of keys")
             for policy in ("exact", "streaming", "quest", "lfps")
         ),
@@ -180,6 +200,8 @@ def test_what_a_policy_reads_or_says_anyway_is_taken(model_dir: Path) -> None:
         layers | {"exact_layers": ()},
         {"policy": "exact", "refresh_every": 1, "index_dtype": "native"},
         {"policy": "sfi", "seed_window": 128, "options": {"window": 128}},
+        {"policy": "sfi", "refresh_every": 1, "resident_factor": 2.0},
+        {"policy": "lfps", "seed_window": 128, "resident_factor": 1.0, "pooling": "softmax_mean"},
     ):
         resolve(model_dir, selection=given)
     quest = registry.find_policy("quest")

@@ -45,7 +45,7 @@ def test_every_figure_is_shown_in_80_columns() -> None:
         "transfer": "10.0",
         "model": "200.0",
         "exposed: added by selecting": "25.1 (not hidden)",
-        "refresh every": "2 steps",
+        "refresh every": "2 steps at most",
         "attends to everything": "up to 4164 tokens",
     }
     assert "chosen" in text
