@@ -38,10 +38,11 @@ class PolicyError(SettingsError):
 class PolicyOptions(BaseModel):
     """Options of a policy, none by default. Each field has a default and a description.
 
-    Values are numbers, texts, booleans, None, or tuples of these.
+    Values are finite numbers, texts, booleans, None, or tuples of these. Both processes are told
+    them as JSON, which has no other numbers.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def declare(self, capabilities: PolicyCapabilities) -> DeclaredPolicy:
         """Return what the inference rank has to know of a policy with these options."""

@@ -50,6 +50,26 @@ def test_models_are_strict_and_frozen() -> None:
         Some().is_on = False  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e400"])
+@pytest.mark.parametrize(
+    ("policy", "option"), [("async_spade", "eps"), ("sfi", "decay"), ("kascade", "fraction")]
+)
+def test_numbers_that_json_does_not_have_are_refused(policy: str, option: str, text: str) -> None:
+    model = find_policy(policy).options_model
+    with pytest.raises(PolicyError, match=rf"{policy}\.{option}=.*finite number"):
+        parse_option(model, policy, option, text)
+    with pytest.raises(PolicyError, match=rf"{policy}\.{option}=.*finite number"):
+        resolve_selection({"policy": policy, "options": {option: float(text)}})
+
+
+def test_tuples_have_finite_numbers_too() -> None:
+    class Weights(PolicyOptions):
+        weights: tuple[float, ...] = ()
+
+    with pytest.raises(PolicyError, match=r"p\.weights=.*finite number"):
+        parse_option(Weights, "p", "weights", "1,inf")
+
+
 def test_models_that_settings_cannot_carry_are_refused() -> None:
     class Missing(PolicyOptions):
         size: int
