@@ -27,6 +27,8 @@ from .base import (
 from .sfi_selector import exclude_across_heads, fuse, power_mean_evidence, prior, soft_nms
 
 _EPS = 1e-8
+_LEAST = 1e-3
+"""Of what is divided by: below it float32 has too few digits left to tell tokens apart."""
 
 
 class SFIOptions(PolicyOptions):
@@ -42,7 +44,7 @@ class SFIOptions(PolicyOptions):
     )
     window: int = Field(default=16, ge=1, le=1024, description="W: prompt queries as evidence.")
     alpha: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="Exponent of the power mean, Eq. 7."
+        default=0.5, ge=_LEAST, le=1.0, description="Exponent of the power mean, Eq. 7."
     )
     norm_exponent: float = Field(
         default=1.0, ge=0.0, le=16.0, description="gamma of the key-norm prior, Eq. 9."
@@ -67,7 +69,7 @@ class SFIOptions(PolicyOptions):
         default=0.35, ge=0.0, le=16.0, description="alpha_cross between heads, Eq. 23."
     )
     temperature: float = Field(
-        default=1.0, gt=0.0, le=64.0, description="T of the competition of heads, Eq. 22."
+        default=1.0, ge=_LEAST, le=64.0, description="T of the competition of heads, Eq. 22."
     )
 
     def declare(self, capabilities: PolicyCapabilities) -> DeclaredPolicy:

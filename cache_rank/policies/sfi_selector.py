@@ -26,18 +26,19 @@ def power_mean_evidence(probs: torch.Tensor, allowed: torch.Tensor, alpha: float
     allowed : torch.Tensor
         ``[..., n]`` bool.
     alpha : float
-        In (0, 1].
+        In (0, 1]; float32 has digits enough from about 1e-3 on.
 
     Returns
     -------
     torch.Tensor
         ``[..., n]``: a distribution over J; `probs` itself for W = 1; 0 where J is empty.
+        Computed in the log domain: the power of a mean below 1 may underflow.
     """
     if len(probs) == 1:
         return probs[0]
-    mean = probs.pow(alpha).mean(dim=0).pow(1.0 / alpha).masked_fill(~allowed, 0.0)
-    total = mean.sum(dim=-1, keepdim=True)
-    return mean / torch.where(total > 0, total, torch.ones_like(total))
+    log_mean = torch.logsumexp(alpha * probs.log(), dim=0) / alpha  # up to a factor
+    weights = torch.softmax(log_mean.masked_fill(~allowed, -torch.inf), dim=-1)
+    return weights.masked_fill(~allowed, 0.0)  # also where J is empty, a softmax of nothing
 
 
 def prior(

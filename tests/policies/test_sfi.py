@@ -37,6 +37,38 @@ def test_power_mean_of_two_queries():
     close(power_mean_evidence(probs, ALL, 0.5), f64(0.25, 0.36, 0.15) / 0.76)
 
 
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.1, 0.01, 0.001])
+def test_power_mean_of_any_exponent_in_float32(alpha):
+    """Also of what some queries have no weight for: the mean's power underflows there."""
+    generator = torch.Generator().manual_seed(3)
+    probs = (6 * torch.randn(16, 2, 200, generator=generator, dtype=torch.float64)).softmax(-1)
+    probs[:3, 0] = 0.0  # underflows at the least exponent: (13 / 16) ** 1000
+    allowed = torch.ones(2, 200, dtype=torch.bool)
+    logs = torch.logsumexp(alpha * probs.log(), 0) / alpha
+    want = torch.softmax(logs, -1)
+    got = power_mean_evidence(probs.float(), allowed, alpha).double()
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-9)
+    assert power_mean_evidence(probs.float(), ~allowed, alpha).eq(0).all()
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.001}, {"temperature": 0.001}])
+def test_the_least_values_leave_an_order(make_bench, queries, options):
+    bench = make_bench("sfi", options=options)
+    assert (bench.select([queries[0]]) >= 0).all()
+    for option in options:
+        for less in (0.0009, 1e-39):
+            with pytest.raises(PolicyError, match=rf"sfi\.{option}=.*accepted: number 0\.001 to"):
+                make_bench("sfi", options={option: less})
+
+
+def test_the_least_temperature_gives_each_position_to_a_head():
+    z = torch.tensor([[-18.0, 0.0, -300.0], [-18.5, -0.5, -1.0]])
+    got = exclude_across_heads(z, strength=1.0, temperature=0.001, eps=1e-8)
+    assert got.isfinite().all()
+    assert torch.equal(got[0, :2], z[0, :2])
+    assert torch.equal(got[1, 2], z[1, 2])
+
+
 def test_one_query_is_its_own_evidence():
     probs = f64([0.7, 0.2, 0.1])
     assert torch.equal(power_mean_evidence(probs, ALL, 0.5), probs[0])

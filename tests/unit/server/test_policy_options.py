@@ -74,7 +74,7 @@ def test_what_is_declared_follows_the_options() -> None:
         (["sfi.x=8"], "sfi", ["sfi.x", "it has: max_interval, triggers"]),
         (["sfi.max_interval=0"], "sfi", ["sfi.max_interval=0", "integer 1 to 65536", "--set"]),
         (["sfi.max_interval=x"], "sfi", ["sfi.max_interval=x", "valid integer", "default 64"]),
-        (["sfi.alpha=2"], "sfi", ["sfi.alpha=2", "more than 0, at most 1"]),
+        (["sfi.alpha=2"], "sfi", ["sfi.alpha=2", "0.001 to 1"]),
         (["lfps.bypass=all"], "lfps", ["lfps.bypass=all", "sink_and_mean|sink|mean"]),
         (["sync_kv.union=perhaps"], "sync_kv", ["sync_kv.union=perhaps", "true|false"]),
         (["streaming.x=1"], "streaming", ["policy=streaming has no options"]),
