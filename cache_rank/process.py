@@ -8,7 +8,6 @@ get the signal together (a pod); SIGINT, or a second signal, at once.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -30,11 +29,11 @@ from tandemkv.cache_rank.protocol.models.model_spec import part_for, read_model_
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+from tandemkv.cache_rank.protocol.threads import given_threads
 from tandemkv.cache_rank.service.service import SharedEngineService
 
 logger = logging.getLogger(__name__)
 
-_THREADS_VARIABLE = "OMP_NUM_THREADS"
 _TICK_S = 0.1
 _TURN_S = 0.01
 
@@ -209,12 +208,6 @@ def _set_threads(*, is_beside_gpu: bool) -> None:
         # Torch's threads spin while they wait for each other, several times a layer, on cores that
         # others want. The policy has threads of its own.
         torch.set_num_threads(1)
-    text = os.environ.get(_THREADS_VARIABLE)
-    if text is None:
-        return
-    # The OpenMP form "4,2" is a list by nesting level.
-    first = text.split(",")[0].strip()
-    if not first.isdecimal() or int(first) < 1:
-        raise SettingsError(f"{_THREADS_VARIABLE}={text!r} must be a positive number")
-    if not is_beside_gpu:
-        torch.set_num_threads(int(first))
+    given = given_threads()
+    if given is not None and not is_beside_gpu:
+        torch.set_num_threads(given)

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
+from tandemkv.cache_rank.protocol.threads import given_threads
 
 from .attending import Attended, AttendingPolicy, AttendInput
 from .base import (
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BYPASSES = {"sink_and_mean": 0, "sink": 1, "mean": 2}
-_THREADS_VARIABLE = "OMP_NUM_THREADS"
 _MOST_THREADS = 8
 _WORTH_THREADS = 8
 """Heads in a step from which on threads gain more than they cost: one takes 0.03 ms at 32K keys."""
@@ -244,9 +244,7 @@ def _load_kernel() -> Callable[..., None]:
 def policy_threads() -> int:
     """Return ``OMP_NUM_THREADS``, or without it half of this process's cores, eight at most.
 
-    SGLang's processes and what polls for a GPU want cores as well.
+    SGLang's processes and what polls for a GPU want cores as well. Raises `SettingsError` if the
+    variable is no positive number.
     """
-    text = os.environ.get(_THREADS_VARIABLE)
-    if text is not None:
-        return int(text.split(",")[0])  # a list by nesting level
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+    return given_threads() or max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))

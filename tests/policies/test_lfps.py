@@ -16,6 +16,7 @@ from tandemkv.cache_rank.policies import lfps
 from tandemkv.cache_rank.policies.attending import AttendInput
 from tandemkv.cache_rank.policies.base import PolicyError, StoredKV
 from tandemkv.cache_rank.policies.registry import resolve_selection
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.kernels.numba_ops.lfps import sparsity
 from tandemkv.kernels.numba_ops.lfps_tables import (
     BLOCK,
@@ -290,6 +291,13 @@ def test_threads_leave_cores_to_others(cores, given, want, monkeypatch):
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert lfps.policy_threads() == want
+
+
+@pytest.mark.parametrize("text", ["", "0", "auto", "-1", ",2"])
+def test_threads_that_are_no_number_are_refused_in_words(text, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with pytest.raises(SettingsError, match=f"OMP_NUM_THREADS='{text}' must be a positive number"):
+        Bench()
 
 
 def test_threads_requests_and_slots_change_nothing(monkeypatch):
