@@ -81,6 +81,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         # alone.
         "sglang.srt.models.utils.enable_fused_set_kv_buffer": lambda *_: False,
         sglang_versions.adjustments(): _as_a_backend_with_sinks(backend),
+        **sglang_versions.mended_logprobs(),
     }
     if placement.has_far_pool:
         around[_CELL_SIZE] = lambda *_, **__: 0  # the pool lies elsewhere

@@ -39,9 +39,12 @@ _KEY_IN_BAG = 20
 """SGLang's first request takes its key from the configuration, no longer from its arguments."""
 _CHECKPOINT = 22
 """`release_kv_cache` takes `checkpoint` where it took `is_insert`."""
+_EMPTY_LOGPROBS = 23
+"""Who asks for no `token_ids_logprob` beside one who does has an empty tensor, no longer a list."""
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _MODEL = "sglang.srt.arg_groups.model_hook"
+_TOKEN_LOGPROBS = "sglang.srt.layers.logprob_processor.get_token_ids_logprobs"
 _LAST = int(NEWEST.rpartition(".")[2])
 
 # First and last number of versions, and what is relied on in them alone.
@@ -68,6 +71,10 @@ sglang.srt.arg_groups.model_override_base
 """),
     (17, 21, "sglang.srt.mem_cache.common\n    release_kv_cache(req, tree_cache, is_insert)"),
     (22, _LAST, "sglang.srt.mem_cache.common\n    release_kv_cache(req, tree_cache, checkpoint)"),
+    (17, 22, """
+sglang.srt.layers.logprob_processor
+    get_token_ids_logprobs(logprobs, token_ids_logprobs, no_copy_to_cpu)
+"""),
     # A backend says how long a step reads the request table, else rows are given away too early.
     (18, _LAST, "sglang.srt.layers.attention.base_attn_backend\n    SharedReadEnds.UNKNOWN"),
     (20, _LAST, "sglang.srt.entrypoints.http_server\n    get_serving"),
@@ -302,6 +309,30 @@ def taken_for(args: Any, backend: str, other: str) -> Iterator[None]:
             setattr(holder, name, original)
         else:
             delattr(holder, name)
+
+
+# -- log probabilities -------------------------------------------------------------------
+
+
+def mended_logprobs() -> dict[str, Callable[..., Any]]:
+    """Return an AROUND hook, by its target, on what ends SGLang's scheduler; from 0.5.23 on none.
+
+    A pass of a request with `token_ids_logprob` and one without has a tensor for the one and a list
+    for the other, and SGLang takes both for tensors (sgl-project/sglang#34719).
+    """
+    return {} if _number() >= _EMPTY_LOGPROBS else {_TOKEN_LOGPROBS: _with_tensors_alone}
+
+
+def _with_tensors_alone(
+    original: Callable[..., Any],
+    logprobs: Any,
+    token_ids_logprobs: Any,
+    no_copy_to_cpu: bool = False,
+) -> Any:
+    values, ids = original(logprobs, token_ids_logprobs, no_copy_to_cpu)
+    if no_copy_to_cpu:
+        values = [logprobs.new_empty(0) if isinstance(found, list) else found for found in values]
+    return values, ids
 
 
 # -- HTTP --------------------------------------------------------------------------------

@@ -57,6 +57,23 @@ def test_is_refused_at_once(server: Server, name: str) -> None:
     assert max(process.memory_info().rss for process in server.processes()) < 1.2 * rss
 
 
+def test_a_list_of_log_probabilities_beside_a_request_without_one(server: Server) -> None:
+    """Such a pass ended SGLang's scheduler, with every request of the server."""
+    body: dict[str, Any] = {
+        "text": "The capital of France is",
+        "sampling_params": {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0},
+    }
+    listing = body | {"return_logprob": True, "token_ids_logprob": [5, 77]}
+    with ThreadPoolExecutor(2) as pool:
+        pending = [pool.submit(server.post, "/generate", each) for each in (listing, body)]
+        (code, found), (plain_code, plain) = (item.result() for item in pending)
+    assert (code, plain_code) == (200, 200), (found, plain)
+    listed = found["meta_info"]["output_token_ids_logprobs"]
+    assert [[token for _, token, *_ in each] for each in listed] == [[5, 77]] * 200
+    assert found["output_ids"] == plain["output_ids"]
+    still_serves(server)
+
+
 def test_readiness_answers_while_long_prompts_are_tokenised(server: Server) -> None:
     text = ("hello world " * 11000)[:130_000]
     bodies = [

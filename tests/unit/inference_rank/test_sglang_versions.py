@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,6 +177,42 @@ def test_the_request_table_is_read_until_a_pass_ends(monkeypatch: pytest.MonkeyP
     ends = SimpleNamespace(UNKNOWN="all of it")
     monkeypatch.setattr(base, "SharedReadEnds", ends, raising=False)
     assert sglang_versions.end_of_reads() == "all of it"
+
+
+@pytest.mark.parametrize("is_prompt", [True, False], ids=["prompt", "decode"])
+def test_a_list_of_log_probabilities_beside_a_request_without_one(
+    is_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both functions that bring a pass's figures to lists take one tensor a request."""
+    logprobs = importlib.import_module("sglang.srt.layers.logprob_processor")
+    for target, hook in sglang_versions.mended_logprobs().items():
+        name = target.rpartition(".")[2]
+        monkeypatch.setattr(logprobs, name, partial(hook, getattr(logprobs, name)))
+    figures = torch.randn(2, 10).log_softmax(-1)
+    found = logprobs.OutputLogprobProcessor().compute_logprobs(
+        figures, [0, 0], [[1, 2], None], torch.tensor([3, 4])
+    )
+    output = SimpleNamespace(
+        next_token_logprobs=found.token_logprobs,
+        input_token_logprobs=None,
+        next_token_top_logprobs_val=None,
+        next_token_token_ids_logprobs_val=found.token_ids_logprobs_val,
+        finalize_input_logprobs=lambda: None,
+    )
+    results = importlib.import_module(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ).SchedulerBatchResultProcessor
+    batch = SimpleNamespace(
+        return_logprob=True, spec_algorithm=SimpleNamespace(is_none=lambda: True)
+    )
+    if is_prompt:
+        results.move_logprobs_to_cpu(None, batch=batch, logits_output=output)
+    else:
+        results._normalize_decode_outputs(
+            None, batch=batch, result=None, logits_output=output, next_token_ids=[3, 4]
+        )
+    assert output.next_token_token_ids_logprobs_val == [figures[0, [1, 2]].tolist(), []]
+    assert found.token_ids_logprobs_idx == [[1, 2], []]
 
 
 # -- FlashInfer's slots ------------------------------------------------------------------
