@@ -233,6 +233,7 @@ class CacheEngine:
         for row, table, is_reseeded in zip(rows, tables, reseeded, strict=True):
             if is_reseeded:
                 self._seeder.seed_latest(every, row, table, self._selection)
+                moved()
 
     def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:
         """See `Engine.seed_identity`."""

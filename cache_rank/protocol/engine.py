@@ -195,7 +195,7 @@ class Engine(Protocol):
         The key index is made again from the keys. Of `restored` rows the books say what was
         resident: the sets are filled again. Sets of `reseeded` rows get the sink and the latest
         candidates; others have none. ``lengths`` tokens are stored, at ``tables [length]``. `moved`
-        is called after each layer's index, which takes a CPU a second.
+        is called after each layer's index, which takes a CPU a second, and each `reseeded` row.
         """
 
     def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:

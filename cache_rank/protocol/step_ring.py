@@ -185,6 +185,11 @@ class StepRing:
         self._max_rows = (self._num_words - _HEADER) // ROW_WORDS
         self._num = 0
 
+    @property
+    def num_entries(self) -> int:
+        """How many entries this end has written, or read."""
+        return self._num
+
     def write(self, entry: StepEntry, *, timeout_s: float, is_over: Callable[[], bool]) -> None:
         """Announce `entry`.
 

@@ -130,6 +130,8 @@ class FarSender:
             for layer in range(side.program.num_layers):
                 side.put_kv(out, layer, wanted)
         messages = self._contents.plan.back(entry)
+        if kind is EntryKind.RESUME:
+            self._tell_of_progress(entry)
         if not side.on_gpu and kind is not EntryKind.PREPARE and side.wait(at.LOADED, entry.step):
             self._raise(at.LOADED, entry.step)
         for message in self._lane.begin(entry, messages):
@@ -145,6 +147,17 @@ class FarSender:
                 out.put(Op.RAISE, flag, side.flags.value(flag))
             out.put(Op.RAISE, at.LOADED, entry.step)
         self._raise(at.FINISHED, entry.step)
+
+    def _tell_of_progress(self, entry: StepEntry) -> None:
+        """Wait for the end of a step of which nothing goes there before, and tell that it moves."""
+        side, at, last = self._side, self._side.at, 0
+        while not side.is_over():
+            if side.flags.wait(at.FINISHED, entry.step, timeout_s=_POLL_S, is_over=side.is_over):
+                return
+            progress = side.flags.value(at.PROGRESS)
+            if progress != last:
+                last = progress
+                self._raise(at.PROGRESS, progress)
 
     def _await_end(self, entry: StepEntry) -> None:
         """Wait until both sides have done all of a step; sends the sets of one that was given up.

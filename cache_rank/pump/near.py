@@ -225,6 +225,8 @@ class NearReceiver:
         if op is Op.MESSAGE:
             self._take(record)
         elif op is Op.RAISE:
+            if a == side.at.PROGRESS:
+                return  # noted as that of every message is
             if side.on_gpu and a == side.at.FINISHED:
                 # No lane tells of such a step, and the next one's forward pass waits for its end.
                 # It may be one to be prepared, for the lane too.

@@ -45,20 +45,19 @@ from tandemkv.cache_rank.protocol.message.opening import opening_s
 from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello, Welcome
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRing, StepRow
 from tandemkv.inference_rank.counters import Counters
 
 from .fence import Fence
+from .patience import LONGEST_PREPARING_S, Patience, limit_s
 
 _LOG = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 30.0
 KEPT, OWN, BOOKS = "kept", "own", "books"
 """Groups of tensors that the launcher, or ``tandemkv memory``, holds."""
 _LONGEST_WAIT_S = 3600.0
-_MARGIN_S = 1.0
 _GRACE_S, _GPU_GRACE_S = 1.0, 5.0
 """For an engine that was told that its epoch ends; it looks for messages ten times a second. On a
 GPU it has a prompt's kernels to queue first, and hundreds of GiB to unmap."""
@@ -135,6 +134,7 @@ class SharedConnection:
         self.has_left = False
         self.end_waits: Callable[[], None] | None = None
         self._fence: Fence | None = None
+        self._taking_up: Patience | None = None
         self._is_first = False
         exchange = settings.exchange
         self._limit_s = limit_s(exchange)
@@ -360,12 +360,18 @@ class SharedConnection:
         self.announce(StepEntry(kind=EntryKind.PREPARE, step=self.step, variant=variant, rows=rows))
 
     def await_prepared(self) -> None:
-        """Wait until the engine is ready; raises `CacheRankLostError` if it is lost before."""
+        """Wait until the engine is ready; raises `CacheRankLostError` if it is lost before.
+
+        It is lost if it has not heard of it within the heartbeat's window and a second more, or
+        takes longer than `LONGEST_PREPARING_S`, or `transfer_timeout_s` if that is more.
+        """
+        patience = self._patience(LONGEST_PREPARING_S)
         found = self._flags.wait(
             self._at.FINISHED, self.step, timeout_s=_LONGEST_WAIT_S,
-            is_over=lambda: self.lost_reason is not None,
+            is_over=lambda: self.lost_reason is not None or patience.is_over(),
         )  # fmt: skip
         if not found:
+            self.mark_lost("it does not make ready, and makes no progress")
             raise CacheRankLostError(f"it did not get ready: {self.lost_reason}")
 
     def announce(self, entry: StepEntry) -> None:
@@ -403,9 +409,23 @@ class SharedConnection:
         return found
 
     def resume(self, rows: tuple[StepRow, ...]) -> None:
-        """Let the engine take up the requests in `rows`; `has_finished` tells when it has."""
+        """Let the engine take up the requests in `rows`; `has_finished` tells when it has.
+
+        Meanwhile `lose_if_stuck` is to be called.
+        """
         self.step += 1
         self.announce(StepEntry(kind=EntryKind.RESUME, step=self.step, rows=rows))
+        self._taking_up = self._patience()
+
+    def lose_if_stuck(self) -> None:
+        """End the epoch if the engine does not take up the requests, though its process lives.
+
+        It has the heartbeat's window and a second more to hear of them, and may then make no
+        progress for `transfer_timeout_s`: the key index of a layer is made of all K/V at once.
+        """
+        patience = self._taking_up
+        if patience is not None and not self.has_finished(self.step) and patience.is_over():
+            self.mark_lost("it does not take up the requests, and makes no progress")
 
     @property
     def resumed_rows(self) -> tuple[int, int]:
@@ -437,18 +457,17 @@ class SharedConnection:
 
     def _is_over_now(self) -> Callable[[], bool]:
         """Return a check whether the epoch is lost, or the engine makes no progress any more."""
-        last, since = -1, time.monotonic()
+        flag, most_s = self._at.PROGRESS, self._limit_s
+        patience = Patience(self._flags, flag, announced=0, read_s=most_s, work_s=most_s)
+        return lambda: self.lost_reason is not None or patience.is_over()
 
-        def is_over() -> bool:
-            nonlocal last, since
-            if self.lost_reason is not None:
-                return True
-            progress = self._flags.value(self._at.PROGRESS)
-            if progress != last:
-                last, since = progress, time.monotonic()
-            return time.monotonic() - since > self._limit_s
-
-        return is_over
+    def _patience(self, work_s: float = 0.0) -> Patience:
+        """Return patience with what was announced last, which may take longer than a step."""
+        work_s = max(self._limit_s, work_s, self._settings.exchange.transfer_timeout_s)
+        return Patience(
+            self._flags, self._at.PROGRESS, announced=self._ring.num_entries,
+            read_s=self._limit_s, work_s=work_s,
+        )  # fmt: skip
 
     def _watch(self, epoch: int, connection: socket.socket, wake: socket.socket) -> None:
         with contextlib.closing(wake):
@@ -473,8 +492,3 @@ class SharedConnection:
             self._control.close()
             self._control = None
         self._ours.close()
-
-
-def limit_s(exchange: ExchangeSettings) -> float:
-    """Return how long a step waits for an engine that makes no progress."""
-    return exchange.heartbeat_interval_s * exchange.heartbeat_misses + _MARGIN_S

@@ -175,6 +175,11 @@ class ShardedConnection:
         for part in self.parts:
             part.resume(rows)
 
+    def lose_if_stuck(self) -> None:
+        """See `SharedConnection.lose_if_stuck`: each engine by its own progress."""
+        for part in self.parts:
+            part.lose_if_stuck()
+
     def forget_rows(self) -> None:
         """See `SharedConnection.forget_rows`."""
         for part in self.parts:

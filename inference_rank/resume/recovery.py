@@ -95,6 +95,8 @@ class Recovery:
 
     def turn(self, scheduler: Any) -> None:
         """Do what is due; SGLang's loop makes no pass after it while it is paused."""
+        if self.state is State.RESUMING:  # nobody else waits for its engine
+            self._connection.lose_if_stuck()
         if self.state is State.MEETING:
             self._meet(scheduler)
         elif self._agreement.any(self._connection.lost_reason is not None):

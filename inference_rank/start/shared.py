@@ -15,7 +15,8 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.counters import Counters
-from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
+from tandemkv.inference_rank.links.connection import SharedConnection
+from tandemkv.inference_rank.links.patience import limit_s
 from tandemkv.inference_rank.links.pool import rank_run_dir
 from tandemkv.inference_rank.links.sharded import ShardedConnection, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink

@@ -50,7 +50,7 @@ class Connection:
         _MADE.append(self)
         self.lost_reason: str | None = None
         self.epoch, self.step, self.confirmed = 1, 40, 40
-        self.is_there = self.is_finished = self.has_lost_memory = False
+        self.is_there = self.is_finished = self.has_lost_memory = self.is_stuck = False
         self.resumed: list[tuple[StepRow, ...]] = []
         self.refilled: list[list[tuple[int, int]]] = []
         self.resumed_rows = (2, 1)
@@ -80,6 +80,10 @@ class Connection:
     def resume(self, rows: tuple[StepRow, ...]) -> None:
         self.step += 1
         self.resumed.append(rows)
+
+    def lose_if_stuck(self) -> None:
+        if self.is_stuck:
+            self.mark_lost("it makes no progress")
 
     def has_finished(self, step: int) -> bool:
         return self.is_finished

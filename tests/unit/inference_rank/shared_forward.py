@@ -75,6 +75,10 @@ class Engines:
             time.sleep(0.01)
         assert found[0]
         os.kill(found[0], number)
+        self.start_another()
+
+    def start_another(self) -> None:
+        """Start one more; one that takes over while locks of a killed one go may end itself."""
         self._running.append(start_engine(*self._given))
 
     def pause(self, seconds: float) -> threading.Timer:

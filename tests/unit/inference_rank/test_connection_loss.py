@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex, RegionSizes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
+from tandemkv.cache_rank.protocol.step_ring import CONSUMED, StepRing, ring_shape
 from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.links import connection as connection_module
 from tandemkv.inference_rank.links.connection import SharedConnection
 
 
@@ -74,6 +78,65 @@ def test_a_lifeline_that_is_late_does_not_end_the_next_epoch(
         watched.close()
         waker.close()
     assert counters.cache_rank_lost_total == 1
+
+
+@pytest.fixture
+def slow(connection: SharedConnection) -> SharedConnection:
+    """A connection whose engine may be silent for a while: for less before it has read, 0.1 s."""
+    ring = torch.zeros(ring_shape(2), dtype=torch.int64)
+    connection._ring, connection._limit_s = StepRing(ring, connection._flags), 0.1
+    connection._settings = RankSettings.model_validate({"exchange": {"transfer_timeout_s": 0.6}})
+    return connection
+
+
+def after(slow: SharedConnection, seconds: float) -> str | None:
+    """Return why the epoch is lost, if it is within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and slow.lost_reason is None:
+        slow.lose_if_stuck()
+        time.sleep(0.01)
+    return slow.lost_reason
+
+
+def test_an_engine_that_does_not_hear_of_requests_is_lost(slow: SharedConnection) -> None:
+    slow.lose_if_stuck()
+    assert slow.lost_reason is None, "none are to be taken up"
+    slow.resume(())
+    assert "does not take up the requests" in str(after(slow, 0.5))
+
+
+def test_an_engine_that_takes_up_requests_may_be_slow_and_not_stuck(
+    slow: SharedConnection,
+) -> None:
+    slow.resume(())
+    slow._flags.raise_to(CONSUMED, 1)
+    at = FlagIndex(2)
+    for number in range(1, 4):
+        assert after(slow, 0.4) is None
+        slow._flags.raise_to(at.PROGRESS, number)
+    assert "makes no progress" in str(after(slow, 5))
+
+
+def test_one_that_has_taken_them_up_is_not_lost(slow: SharedConnection) -> None:
+    slow.resume(())
+    slow._flags.raise_to(FlagIndex(2).FINISHED, slow.step)
+    assert after(slow, 0.4) is None
+
+
+@pytest.mark.parametrize("has_read", [False, True])
+def test_an_engine_that_does_not_get_ready_is_lost(
+    slow: SharedConnection, monkeypatch: pytest.MonkeyPatch, has_read: bool
+) -> None:
+    """The scheduler's thread waits for it."""
+    monkeypatch.setattr(connection_module, "LONGEST_PREPARING_S", 0.3)
+    slow.ask_to_prepare(variant=0, size=0)
+    if has_read:
+        slow._flags.raise_to(CONSUMED, 1)
+    begun = time.monotonic()
+    with pytest.raises(CacheRankLostError, match="it did not get ready: it does not make ready"):
+        slow.await_prepared()
+    assert time.monotonic() - begun >= (0.6 if has_read else 0.1)
+    assert slow.is_lost()
 
 
 def test_leaving_ends_them_too_and_is_no_loss(

@@ -32,7 +32,8 @@ from tandemkv.cache_rank.pump import contents
 from tandemkv.cache_rank.pump.near import Progress
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.inference_rank.links.base import ExtendRow
-from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
+from tandemkv.inference_rank.links.connection import SharedConnection
+from tandemkv.inference_rank.links.patience import limit_s
 from tandemkv.kernels.samples import sample_offsets
 
 pytestmark = pytest.mark.timeout(120)

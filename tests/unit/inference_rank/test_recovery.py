@@ -154,6 +154,52 @@ def test_rows_that_cannot_be_taken_up_are_computed_again(world: World) -> None:
     world.check_nothing_is_left()
 
 
+def test_an_engine_that_does_not_take_up_rows_is_given_up(world: World) -> None:
+    """Its process lives and answers heartbeats: nothing but its progress tells."""
+    connection = Connection()
+    connection.is_there = True
+    recovery = recovery_of(world, connection)
+    connection.mark_lost("its process ended")
+    turn_until(recovery, world, lambda: recovery.state is State.RESUMING)
+    for _ in range(5):
+        recovery.turn(world)
+    assert recovery.state is State.RESUMING, "it takes its time"
+    connection.is_stuck = True
+    recovery.turn(world)
+    assert recovery.state is State.MEETING
+    connection.is_stuck, connection.is_finished = False, True
+    turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+    assert connection.epoch == 3
+    assert len(connection.resumed) == 2
+    assert world.counters.recomputed_requests_total == 0
+    world.run()
+    world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("is_stuck", [False, True], ids=["late", "stuck"])
+def test_a_server_that_gave_up_while_rows_were_taken_up_comes_back(
+    world: World, is_stuck: bool
+) -> None:
+    """With the same epoch, whose engine was late, or with the next."""
+    connection = Connection()
+    connection.is_there = True
+    recovery = recovery_of(world, connection, timeout_s=0.05)
+    connection.mark_lost("its process ended")
+    turn_until(recovery, world, lambda: recovery.is_down)
+    assert recovery.state is State.RESUMING
+    if is_stuck:
+        connection.is_stuck = True
+        recovery.turn(world)
+        connection.is_stuck = False
+    connection.is_finished = True
+    turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+    assert not recovery.is_down
+    assert connection.resumed[1:] == ([()] if is_stuck else [])
+    world.add([1, 2, 3], 5)
+    world.run()
+    world.check_nothing_is_left()
+
+
 def test_requests_whose_memory_is_gone_are_computed_again(world: World) -> None:
     connection = Connection()
     connection.is_there = connection.is_finished = connection.has_lost_memory = True

@@ -19,6 +19,7 @@ import torch
 from shared_forward import LENGTHS, ROWS, Engines, Forward, settings_of
 from tiny_model import write_model
 
+from tandemkv.cache_rank.protocol import fault_points
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -127,6 +128,31 @@ def test_the_set_of_a_request_that_was_dense_is_filled_before_its_step(
                 assert torch.equal(resident[row], played.kept["kv"][layer, kind, first]), layer
     played.link.recover()
     timer.join()
+
+
+@pytest.mark.parametrize("settings", [("oracle", False)], indirect=True, ids=["oracle"])
+def test_an_engine_that_was_not_told_of_requests_is_replaced(
+    forward: tuple[Forward, Engines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The announcement is lost, and it waits for one as idly as its heartbeats are answered."""
+    played, engines = forward
+    want, connection = played.run(), played.connection
+    for _ in range(2):
+        engines.start_another()
+    monkeypatch.setattr(fault_points, "_plan", None)
+    fault_points.enable_faults(
+        "inference_rank", tmp_path, {fault_points.FAULTS_VARIABLE: "ring.write=drop@1x1"}
+    )
+    connection.resume(())
+    deadline = time.monotonic() + 30
+    while connection.lost_reason is None:
+        assert time.monotonic() < deadline
+        connection.lose_if_stuck()
+        time.sleep(0.01)
+    assert "does not take up the requests" in connection.lost_reason
+    played.resume(None)
+    for mine, theirs in zip(played.run(), want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_an_engine_whose_epoch_ends_in_order_lives_and_goes_back_a_step(
