@@ -80,6 +80,7 @@ class Recovery:
         self._generation_of, self._num_cold, self._timeout_s = generation_of, num_cold, timeout_s
         self.state = State.SERVING
         self.is_down = False
+        self._reason: str | None = None  # of the latest loss, also once an epoch was adopted
         self._began = self._paused_s = self._served_since = 0.0
         self._confirmed = self._num_taken = -1
         self._failed_resumes = self._failures = 0
@@ -125,7 +126,7 @@ class Recovery:
         if not self.is_down:
             return False
         self._counters.requests_refused_total += 1
-        _send_abort(scheduler, req, self._connection.lost_reason)
+        _send_abort(scheduler, req, self._reason)
         return True
 
     def before_release(self, req: Any, tree_cache: Any) -> None:
@@ -203,6 +204,7 @@ class Recovery:
         self._counters.lost_by_other_ranks = self._agreement.total(own) - own
 
     def _await_cache_rank(self) -> None:
+        self._reason = self._connection.lost_reason
         self.state, self._reconnecting, self._opened = State.MEETING, None, None
 
     def _open(self) -> None:
@@ -302,22 +304,27 @@ class Recovery:
         requests = end_requests(scheduler, self._penalties)
         self._counters.requests_failed_total += len(requests)
         for req in requests:
-            _send_abort(scheduler, req, self._connection.lost_reason)
+            _send_abort(scheduler, req, self._reason)
+        num_waiting = self._refuse_waiting(scheduler)
         _LOG.error(
             "no cache rank for %g s (--recovery-timeout-s): %d requests end with HTTP 503",
             self._timeout_s,
-            len(requests),
+            len(requests) + num_waiting,
         )
 
-    def _refuse_waiting(self, scheduler: Any) -> None:
+    def _refuse_waiting(self, scheduler: Any) -> int:
+        """End the requests that were not begun; returns how many there were."""
+        count = 0
         # SGLang looks for grammars that are compiled before a pass, and there is none.
         for queue in (scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue):
             while queue:
                 req = queue.pop(0)
                 if isinstance(req.grammar, Future):
                     req.grammar.cancel()
-                self._counters.requests_failed_total += 1
-                _send_abort(scheduler, req, self._connection.lost_reason)
+                count += 1
+                _send_abort(scheduler, req, self._reason)
+        self._counters.requests_failed_total += count
+        return count
 
 
 def _send_abort(scheduler: Any, req: Any, reason: str | None) -> None:

@@ -108,7 +108,9 @@ def test_an_administrators_pause_stays_one(world: World) -> None:
         world._engine_paused = False
 
 
-def test_after_the_timeout_requests_end_and_new_ones_are_refused(world: World) -> None:
+def test_after_the_timeout_requests_end_and_new_ones_are_refused(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     connection = Connection()
     connection.is_finished = True
     recovery = recovery_of(world, connection, timeout_s=0.05)
@@ -122,6 +124,7 @@ def test_after_the_timeout_requests_end_and_new_ones_are_refused(world: World) -
         assert "its process ended" in abort.finished_reason["message"]
     assert recovery.refuses(world, waiting)
     assert world.counters.requests_failed_total == 4
+    assert "4 requests end with HTTP 503" in caplog.text
     assert world.counters.requests_refused_total == 1
     world.check_nothing_is_left()
     connection.is_there = True
@@ -187,6 +190,12 @@ def test_a_server_that_gave_up_while_rows_were_taken_up_comes_back(
     connection.mark_lost("its process ended")
     turn_until(recovery, world, lambda: recovery.is_down)
     assert recovery.state is State.RESUMING
+    late = world.add([1, 2, 3], 5)
+    world.waiting_queue.remove(late)
+    assert recovery.refuses(world, late)
+    told = [abort.finished_reason["message"] for abort in world.sent]
+    assert len(told) == 4
+    assert all("was lost (its process ended) and" in text for text in told), told
     if is_stuck:
         connection.is_stuck = True
         recovery.turn(world)
