@@ -9,6 +9,7 @@ of the old one can still be queued in it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -70,8 +71,10 @@ class ControlClient(IpcDealer):
         self.send(message)
         return self.answer_to(message, timeout_s)
 
-    def answer_to(self, message: Message, timeout_s: float) -> Message:
-        """Return the next message, which follows `message`.
+    def answer_to(
+        self, message: Message, timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> Message:
+        """Return the next message, which follows `message`; `meanwhile` is called while it waits.
 
         Raises `CacheRankLostError` if none comes within `timeout_s`, or the process that was asked
         ends before; `ProtocolError` if it is malformed.
@@ -82,6 +85,8 @@ class ControlClient(IpcDealer):
             now = time.monotonic()
             if self._has_lost_who_was_asked() or now >= deadline:
                 break
+            if meanwhile is not None:
+                meanwhile()
         reply = self.receive(0.0)  # what it said before it ended has arrived by then
         if reply is not None:
             return reply

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -61,17 +61,23 @@ def check_hello(
     return None if reason is None else Refused(field="gpus", message=reason)
 
 
-def open_epoch(client: ControlClient, hello: Hello, timeout_s: float) -> Welcome:
-    """Send `hello` and return the cache rank's `Welcome`.
+def open_epoch(
+    client: ControlClient,
+    hello: Hello,
+    timeout_s: float,
+    meanwhile: Callable[[], None] | None = None,
+) -> Welcome:
+    """Send `hello` and return the cache rank's `Welcome`; `meanwhile` is as of `answer_to`.
 
     Raises `HandshakeRefusedError` if the cache rank refuses; `field` names what differs;
     `CacheRankLostError` if there is no answer within `timeout_s`, or the process that was asked
     ends before; `ProtocolError` if the answer is neither.
     """
     deadline = time.monotonic() + timeout_s
-    reply = client.request(hello, timeout_s)
+    client.send(hello)
+    reply = client.answer_to(hello, timeout_s, meanwhile)
     while isinstance(reply, HeartbeatReply):  # whether we are still there
-        reply = client.answer_to(hello, deadline - time.monotonic())
+        reply = client.answer_to(hello, deadline - time.monotonic(), meanwhile)
     if isinstance(reply, Refused):
         raise HandshakeRefusedError(reply.field, reply.message)
     if not isinstance(reply, Welcome):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +71,9 @@ from .stream_lanes import rehearse_flags
 _LOG = logging.getLogger(__name__)
 _POLL_S, _TIMEOUT_S = 0.05, 20.0
 _MAX_TEXT = 4096
+_MAX_WAITING = 64
 _STOPS = "the cache rank's host stops"
+_REPLACED = "a new inference rank came"
 
 
 @dataclass
@@ -102,6 +105,7 @@ class FarPump:
         self._kept, self._books = MappedTensors(self._homes), MappedTensors(self._homes)
         self._memory = 0
         self._guest: _Guest | None = None
+        self._waiting = deque[tuple[bytes, Knock]]()
         self._opening: DataPlane | None = None
         self._stop = threading.Event()
         rehearse_flags(self._homes.here, settings.exchange.transfer_timeout_s)
@@ -115,7 +119,7 @@ class FarPump:
         threading.Thread(target=self._abort_once_it_stops, name="stop", daemon=True).start()
         try:
             while not stop.is_set():
-                received = self._door.receive(_POLL_S)
+                received = self._waiting.popleft() if self._waiting else self._door.receive(_POLL_S)
                 if received is not None:
                     self._handle(*received)
                 self._tend()
@@ -173,12 +177,13 @@ class FarPump:
         if reason is not None:
             self._door.send(peer, Refused(field="gpus", message=reason))
             return
-        self._close_epoch("a new inference rank came")
+        if self._guest is not None and self._guest.session is None:
+            self._close_epoch(_REPLACED)  # the cache rank waits for its memory, and answers nobody
         control: ControlClient | None = None
         try:
             hello = msgspec.structs.replace(knock.hello, token=self._run_dir.token, gpus=gpus)
             control = ControlClient(self._run_dir)
-            welcome = open_epoch(control, hello, _TIMEOUT_S)
+            welcome = open_epoch(control, hello, _TIMEOUT_S, self._hear)
         except (TandemKVError, OSError) as error:  # we may lack descriptors
             if control is not None:
                 control.close()
@@ -188,8 +193,20 @@ class FarPump:
             text = str(error).partition(": ")[2] if is_refused else str(error)
             self._door.send(peer, Refused(field=name, message=text[:_MAX_TEXT]))
             return
+        self._close_epoch(_REPLACED)  # not before: who is refused ends nothing
         self._guest = _Guest(peer, hello, welcome, control, Pulse(self._settings.exchange))
         self._door.send(peer, Admitted(welcome))
+
+    def _hear(self) -> None:
+        """Answer the guest while the cache rank is asked about another; who knocks has to wait."""
+        while (received := self._door.receive(0.0)) is not None:
+            peer, letter = received
+            if not isinstance(letter, Knock):
+                self._handle(peer, letter)
+            elif len(self._waiting) < _MAX_WAITING:
+                self._waiting.append((peer, letter))
+            else:
+                _LOG.warning("ignored Knock: %d others wait", _MAX_WAITING)
 
     def _open(self, guest: _Guest, meet: Meet) -> None:
         def tell(place: bytes, _: tuple[bytes, ...]) -> bytes:

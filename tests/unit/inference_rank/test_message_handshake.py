@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import zmq
-from message_pumps import FarForward, Pumps, far_played
+from message_pumps import FarForward, Pumps, check_same, far_played
 from shared_forward import settings_of
 from stream_forward import engine_of
 from tiny_model import write_model
@@ -25,6 +25,7 @@ from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     ProtocolError,
 )
+from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.ipc import IpcRouter, server_pid
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
@@ -37,6 +38,7 @@ from tandemkv.cache_rank.protocol.message.keys import (
     own_keys,
     public_key,
 )
+from tandemkv.cache_rank.protocol.messages import Welcome
 from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.pump import far_service, near_service
@@ -185,6 +187,34 @@ def test_a_pump_that_lacks_descriptors_refuses(
                 played.connection.open_connection(timeout_s=15)
         assert thread.is_alive()
         played.connection.open_connection(timeout_s=30).close()
+
+
+def test_who_is_refused_ends_no_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a key that is let in, and other settings; the engine takes long to say so."""
+
+    def ask_slowly(*given: Any) -> Welcome:
+        *_, meanwhile = given
+        deadline = time.monotonic() + 2.0  # three heartbeats that go unanswered are a loss
+        while time.monotonic() < deadline:
+            meanwhile()
+            time.sleep(0.05)
+        return open_epoch(*given)
+
+    settings = settings_of("last_query", {"link": "message", "two_gpus": True}, sample_tokens=4)
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        want, (pumps,) = played.run(), played.pumps
+        epoch = pumps.far._guest.welcome.epoch
+        near = RunDir.create(tmp_path / "near2")
+        other = Pumps(near, pumps._of_far[0], settings, tmp_path / "keys", address=pumps._address)
+        monkeypatch.setattr(far_service, "open_epoch", ask_slowly)
+        try:
+            with pytest.raises(HandshakeRefusedError, match="sample_tokens"):
+                FarForward(near, tmp_path / "model", settings)
+        finally:
+            other.close()
+        assert pumps.far._guest.welcome.epoch == pumps.near.status().epoch == epoch
+        check_same(played.run(), want)
+        assert played.num_lost == 0
 
 
 @pytest.mark.parametrize("service", [far_service, near_service])
