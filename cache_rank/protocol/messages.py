@@ -16,7 +16,7 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 from .errors import ProtocolError
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 MAX_FRAME_BYTES = 1 << 20
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]

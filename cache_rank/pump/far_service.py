@@ -177,6 +177,10 @@ class FarPump:
         if reason is not None:
             self._door.send(peer, Refused(field="gpus", message=reason))
             return
+        # It may have waited for long: who gave up must not end another's epoch.
+        if not self._door.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+            _LOG.info("ignored the Knock of an inference rank's host that is gone")
+            return
         if self._guest is not None and self._guest.session is None:
             self._close_epoch(_REPLACED)  # the cache rank waits for its memory, and answers nobody
         control: ControlClient | None = None
@@ -195,7 +199,8 @@ class FarPump:
             return
         self._close_epoch(_REPLACED)  # not before: who is refused ends nothing
         self._guest = _Guest(peer, hello, welcome, control, Pulse(self._settings.exchange))
-        self._door.send(peer, Admitted(welcome))
+        if not self._door.send(peer, Admitted(welcome)):
+            self._close_epoch("who asked for it is gone")
 
     def _hear(self) -> None:
         """Answer the guest while the cache rank is asked about another; who knocks has to wait."""

@@ -33,7 +33,6 @@ from tandemkv.cache_rank.protocol.message.data_plane import INFERENCE_END, TOKEN
 from tandemkv.cache_rank.protocol.message.door import Caller
 from tandemkv.cache_rank.protocol.message.keys import KeyPair
 from tandemkv.cache_rank.protocol.message.letters import (
-    Admitted,
     Ended,
     Knock,
     Meet,
@@ -193,9 +192,7 @@ class NearPump:
         try:
             caller = Caller(self._address.resolved(), self._keys, self._server)
             bare = msgspec.structs.replace(hello, token=b"")
-            reply = caller.request(Knock(PROTOCOL_VERSION, bare, self._rank), _TIMEOUT_S)
-            if not isinstance(reply, Admitted):
-                raise ProtocolError(f"Knock was answered with {type(reply).__name__}")
+            reply = caller.knock(Knock(PROTOCOL_VERSION, bare, self._rank), _TIMEOUT_S)
             self._heartbeat.expect(reply.welcome.epoch)
             if not self._control.send(peer, reply.welcome):
                 raise CacheRankLostError("the inference rank has given up")

@@ -21,13 +21,14 @@ from tandemkv.cache_rank.protocol.errors import (
     CacheRankError,
     CacheRankLostError,
     HandshakeRefusedError,
+    ProtocolError,
 )
 from tandemkv.cache_rank.protocol.ipc import ZAP_DOMAIN, Dealer, Router, making_socket, readable
-from tandemkv.cache_rank.protocol.messages import Refused
+from tandemkv.cache_rank.protocol.messages import HeartbeatReply, Refused
 
 from .address import LinkAddress
 from .keys import KeyPair
-from .letters import CODEC, Letter
+from .letters import CODEC, Admitted, Knock, Letter
 
 _LOG = logging.getLogger(__name__)
 _LINGER_MS = 50
@@ -141,6 +142,22 @@ class Caller(Dealer[Letter]):
         reason; `ProtocolError` if it is malformed.
         """
         self.send(letter)
+        return self._answer(timeout_s)
+
+    def knock(self, letter: Knock, timeout_s: float) -> Admitted:
+        """Ask for an epoch, and return the welcome to it.
+
+        Raises as `request`, and `ProtocolError` if the answer is another one.
+        """
+        deadline = time.monotonic() + timeout_s
+        reply = self.request(letter, timeout_s)
+        while isinstance(reply, HeartbeatReply):  # whether we are still there
+            reply = self._answer(deadline - time.monotonic())
+        if not isinstance(reply, Admitted):
+            raise ProtocolError(f"Knock was answered with {type(reply).__name__}")
+        return reply
+
+    def _answer(self, timeout_s: float) -> Letter:
         reply = self.receive(timeout_s)
         if reply is None:
             raise CacheRankLostError(f"{self.address}: {self._why(timeout_s)}")

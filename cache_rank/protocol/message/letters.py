@@ -3,7 +3,8 @@
 
 The inference rank's end speaks first. `Knock` is answered at once, `Meet` once the cache rank's
 host has its memory (`opening.opening_s`), with what they ask for or with `Refused` or `Ended`;
-`Heartbeat` with `HeartbeatReply`. Either end may say `Ended`.
+`Heartbeat` with `HeartbeatReply`, which comes before the answer to `Knock` too: it finds out
+whether the sender is still there. Either end may say `Ended`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from message_pumps import FarForward, Pumps, check_same, far_played
@@ -31,6 +32,7 @@ from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.message import opening
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.message.door import Caller
 from tandemkv.cache_rank.protocol.message.keys import (
     CACHE_RANK,
     INFERENCE_RANK,
@@ -38,7 +40,8 @@ from tandemkv.cache_rank.protocol.message.keys import (
     own_keys,
     public_key,
 )
-from tandemkv.cache_rank.protocol.messages import Welcome
+from tandemkv.cache_rank.protocol.message.letters import Knock
+from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Welcome
 from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.pump import far_service, near_service
@@ -215,6 +218,43 @@ def test_who_is_refused_ends_no_epoch(tmp_path: Path, monkeypatch: pytest.Monkey
         assert pumps.far._guest.welcome.epoch == pumps.near.status().epoch == epoch
         check_same(played.run(), want)
         assert played.num_lost == 0
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["before its turn", "meanwhile"])
+def test_a_host_that_gives_up_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool
+) -> None:
+    """Before its turn, as while the pump waits for memory, it ends nothing; no epoch stays open."""
+    keys, came, is_gone = tmp_path / "keys", threading.Event(), threading.Event()
+
+    def come_back_late(once: Any, *given: Any) -> Any:
+        found = once(*given) if is_asked else None
+        came.set()
+        assert is_gone.wait(10)
+        return found if is_asked else once(*given)
+
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        (pumps,) = played.pumps
+        guest = pumps.far._guest
+        assert guest is not None
+        knock = Knock(PROTOCOL_VERSION, msgspec.structs.replace(guest.hello, token=b""))
+        place, name = (far_service, "open_epoch") if is_asked else (FarPump, "_admit")
+        once = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *given: come_back_late(once, *given))
+        caller = Caller(
+            pumps._address, own_keys(keys, INFERENCE_RANK), public_key(keys, CACHE_RANK)
+        )
+        caller.enter(5.0)
+        caller.send(knock)
+        assert came.wait(10)
+        caller.close()
+        time.sleep(0.2)  # the other end of it hears of that
+        is_gone.set()
+        time.sleep(0.3)  # less than the heartbeats of an inference rank may take
+        assert pumps.far._guest is (None if is_asked else guest)
+        if not is_asked:
+            played.run()
+            assert played.num_lost == 0
 
 
 @pytest.mark.parametrize("service", [far_service, near_service])
