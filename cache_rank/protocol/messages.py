@@ -18,9 +18,12 @@ from .errors import ProtocolError
 
 PROTOCOL_VERSION = 16
 MAX_FRAME_BYTES = 1 << 20
+MAX_SETTINGS_BYTES = 1 << 16
+"""What settings of a selection may take as text, all together: options of a policy may be lists."""
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+SettingText = Annotated[str, msgspec.Meta(max_length=MAX_SETTINGS_BYTES)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Token = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -86,7 +89,7 @@ class Hello(_Message, frozen=True, tag=1):
     protocol_version: Id
     token: Token
     model: ModelSpec
-    settings: Annotated[dict[ShortText, Text], msgspec.Meta(max_length=128)]
+    settings: Annotated[dict[ShortText, SettingText], msgspec.Meta(max_length=128)]
     max_rows: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     page_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     gpus: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=66)] = ()

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from tandemkv.cache_rank.protocol.messages import MAX_SETTINGS_BYTES
+
 from .declared import DeclaredPolicy
 from .exchange_settings import CacheSettings, ExchangeSettings
 from .frozen_model import FrozenModel
@@ -339,6 +341,18 @@ class SelectionSettings(FrozenModel):
             raise ValueError(f"exact_layers={self.exact_layers} must not be negative")
         return self
 
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        flat = _flat(self.model_dump(mode="json"))
+        sizes = {name: len(text.encode()) for name, text in flat.items()}
+        total, longest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
+        if total > MAX_SETTINGS_BYTES:
+            raise ValueError(
+                f"{longest} is too long: with its {sizes[longest]} bytes as text these settings "
+                f"have {total}, and both ranks compare {MAX_SETTINGS_BYTES} at most"
+            )
+        return self
+
 
 class RankSettings(FrozenModel):
     """Everything that both ranks must agree on."""
@@ -361,17 +375,22 @@ class RankSettings(FrozenModel):
         Of the placement all but the device, of which a rank that was started by itself knows its
         own, and the reason.
         """
-        flat: dict[str, str] = {}
-
-        def enter(prefix: str, value: Any) -> None:
-            if isinstance(value, dict):
-                for key, item in value.items():
-                    enter(f"{prefix}.{key}" if prefix else key, item)
-            else:
-                flat[prefix] = str(value)
-
         tree = self.model_dump(mode="json")
         names = ("link", "two_gpus", "host_engine", "tp_size", "head_shards")
         tree["placement"] = {name: getattr(self.placement, name) for name in names}
-        enter("", tree)
-        return flat
+        return _flat(tree)
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, str]:
+    """Return the leaves of `tree` as text, by dotted name."""
+    flat: dict[str, str] = {}
+
+    def enter(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                enter(f"{prefix}.{key}" if prefix else key, item)
+        else:
+            flat[prefix] = str(value)
+
+    enter("", tree)
+    return flat

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from pydantic import ValidationError
 
 from tandemkv.cache_rank.protocol.control import ControlClient, ControlServer
 from tandemkv.cache_rank.protocol.errors import (
@@ -29,6 +30,7 @@ from tandemkv.cache_rank.protocol.messages import (
     Refused,
     Welcome,
     decode,
+    encode,
 )
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -165,6 +167,17 @@ def _open(run_dir: RunDir, hello: Hello, timeout_s: float = 5.0) -> Welcome:
         return open_epoch(client, hello, timeout_s)
     finally:
         client.close()
+
+
+def test_settings_with_long_lists_are_compared() -> None:
+    """As many values of a policy's option as settings may have, each of 64 bits."""
+    values = tuple(range(-(1 << 63), 1024 - (1 << 63)))
+    selection = SelectionSettings(options={"layers": values})
+    hello = decode(encode(_hello(settings=RankSettings(selection=selection).flat())))
+    assert isinstance(hello, Hello)
+    assert hello.settings["selection.options.layers"] == str(list(values))
+    with pytest.raises(ValidationError, match=r"options.wide is too long: with its \d+ bytes"):
+        SelectionSettings(options={"layers": values, "wide": ("x" * 50,) * 1024})
 
 
 def test_open_epoch(run_dir: RunDir) -> None:

@@ -12,6 +12,7 @@ from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.messages import (
     CODEC,
     MAX_FRAME_BYTES,
+    MAX_SETTINGS_BYTES,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
@@ -111,7 +112,7 @@ def test_malformed_frames_are_refused(frame: bytes) -> None:
         (MESSAGES[0], {"max_rows": 0}),
         (MESSAGES[0], {"page_size": 1025}),
         (MESSAGES[0], {"settings": {str(i): "" for i in range(129)}}),
-        (MESSAGES[0], {"settings": {"x": "y" * 4097}}),
+        (MESSAGES[0], {"settings": {"x": "y" * (MAX_SETTINGS_BYTES + 1)}}),
         (MESSAGES[0], {"model": msgspec.structs.replace(MODEL, num_layers=0)}),
         (MESSAGES[1], {"num_slots": -1}),
         (MESSAGES[1], {"traits": PolicyTraits(layer_sources=(-1,))}),
