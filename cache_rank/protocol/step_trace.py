@@ -82,9 +82,9 @@ def _trace(folder: Path, number: int, device_type: str) -> Iterator[None]:
     kind = kinds.CUDA if device_type == "cuda" else kinds.CPU
     wanted = folder / _WANTED
     while True:
-        while not wanted.exists():
+        while (name := _read(wanted)) is None:
             yield
-        path = folder / f"{wanted.read_text(encoding='utf-8')}_engine{number}"
+        path = folder / f"{name}_engine{number}"
         running = path.with_name(path.name + _RUNNING)
         try:
             with torch_profiler.profile(activities=[kind]) as profiler:
@@ -95,7 +95,16 @@ def _trace(folder: Path, number: int, device_type: str) -> Iterator[None]:
         except Exception as error:  # must not end an epoch
             reason = " ".join(str(error).split())[:300]
             logger.warning("steps are not traced: %s: %s", type(error).__name__, reason)
-            running.touch()  # nobody waits in vain
+            with contextlib.suppress(OSError):  # the folder may be gone, and that the reason
+                running.touch()  # nobody waits in vain
             while wanted.exists():
                 yield
         running.unlink(missing_ok=True)
+
+
+def _read(wanted: Path) -> str | None:
+    """Return the name of the trace that is wanted; None if there is none, or no more."""
+    try:
+        return wanted.read_text(encoding="utf-8")
+    except OSError:  # who asked tells that no trace has begun
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,3 +106,26 @@ def test_who_does_not_answer_has_no_trace(
     with traced_beside(tmp_path / "traces", "decode", 1):
         pass
     assert caplog.messages == ["a cache rank has not begun its trace in 0.05 s"]
+
+
+def test_a_trace_that_is_wanted_no_more_ends_no_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name goes after it was seen; or the folder does, while steps are traced."""
+    wanted, folder, read_text = tmp_path / "traces" / "wanted", tmp_path / "traces", Path.read_text
+
+    def read_late(path: Path, *, encoding: str) -> str:
+        path.unlink(missing_ok=True)
+        return read_text(path, encoding=encoding)
+
+    folder.mkdir()
+    traced = tracer_of(folder)
+    wanted.write_text("decode")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", read_late)
+        next(traced)
+    wanted.write_text("decode")
+    next(traced)
+    assert (folder / "decode_engine0.running").exists()
+    shutil.rmtree(folder)
+    next(traced)
