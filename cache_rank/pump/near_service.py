@@ -27,7 +27,12 @@ from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, 
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import DescriptorListener, send_tensors
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import differing_gpu, gpu_uuids
-from tandemkv.cache_rank.protocol.memory.shared_region import STAMPS
+from tandemkv.cache_rank.protocol.memory.shared_region import (
+    POOL,
+    STAMPS,
+    RegionSizes,
+    check_agreed,
+)
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.message.data_plane import INFERENCE_END, TOKEN_BYTES, DataPlane
 from tandemkv.cache_rank.protocol.message.door import Caller
@@ -220,8 +225,7 @@ class NearPump:
         made = MappedTensors()
         plane: DataPlane | None = None
         try:
-            count = self._settings.placement.head_shards
-            shard = HeadShard(self._rank % count, count, tensors["kv"].shape[3])
+            shard = self._check_tensors(tensors, hello)
             # Beside a GPU each cache rank has weights of its own, of its heads alone.
             extra = weights_for(tensors, HeadShard() if self._homes.are_on_gpu else shard)
             plane, wires = self._meet(caller, welcome.epoch, tensors, extra)
@@ -250,6 +254,25 @@ class NearPump:
             session.close()
             raise
         return session
+
+    def _check_tensors(self, tensors: MappedTensors, hello: Hello) -> HeadShard:
+        """Return which of the KV heads are this cache rank's; raises as `check_agreed`."""
+        placement, kv = self._settings.placement, tensors.get(POOL)
+        count = placement.head_shards
+        if kv is None or kv.ndim != 5 or kv.shape[3] < count:
+            raise ProtocolError(f"there is no mapped tensor {POOL!r} with {count} KV heads or more")
+        shard = HeadShard(self._rank % count, count, kv.shape[3])
+        sizes = RegionSizes(
+            num_slots=kv.shape[2],
+            num_rows=hello.max_rows + 1,
+            page_size=hello.page_size,
+            is_apart=placement.has_far_pool,
+            shard=shard,
+            num_sharing=count,  # as inference ranks make theirs
+            has_whole_pool=placement.has_far_host,
+        )
+        check_agreed(tensors, hello.model, self._settings.selection, sizes)
+        return shard
 
     def _start(self, session: PumpSession, side: Side, wires: Wires) -> None:
         plane, progress = session.plane, Progress(side)

@@ -242,8 +242,20 @@ def part_books(
     """Take out of `tensors` what an engine of an earlier epoch made, and return it.
 
     All else has to be what the two ranks agreed on, and weights of the prediction
-    (`predictor_weights`), which are checked by who reads them. Raises `ProtocolError`, naming the
-    first that differs.
+    (`predictor_weights`), which are checked by who reads them. Raises as `check_agreed`.
+    """
+    others = check_agreed(tensors, model, selection, sizes)
+    books = MappedTensors(tensors.homes)
+    tensors.hand_over([x for x in others if not x.startswith(PREDICTOR_PREFIX)], books)
+    return books
+
+
+def check_agreed(
+    tensors: MappedTensors, model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
+) -> list[str]:
+    """Return the names of all in `tensors` besides what the two ranks agreed on.
+
+    Raises `ProtocolError` if any of that is missing or differs, naming the first.
     """
     found = {spec.name: spec for spec in tensors.specs}
     wanted = specs_by_life(model, selection, sizes, on_gpu=tensors.homes.are_on_gpu)
@@ -253,9 +265,7 @@ def part_books(
                 f"mapped tensor {spec.name!r} must be {spec.dtype}{list(spec.shape)}; start both "
                 "ranks with the same settings"
             )
-    books = MappedTensors(tensors.homes)
-    tensors.hand_over([x for x in found if not x.startswith(PREDICTOR_PREFIX)], books)
-    return books
+    return list(found)
 
 
 def pools_of(

@@ -29,7 +29,7 @@ from tandemkv.cache_rank.protocol.errors import (
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.ipc import IpcRouter, server_pid
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
-from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.message import opening
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.message.door import Caller
@@ -255,6 +255,26 @@ def test_a_host_that_gives_up_is_noticed(
         if not is_asked:
             played.run()
             assert played.num_lost == 0
+
+
+@pytest.mark.parametrize("name", ["kv", "req_to_token"])
+def test_other_memory_than_was_agreed_on_is_refused(tmp_path: Path, name: str) -> None:
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        _leave(played)
+        connection, kept = played.connection, played.connection._kept
+        connection._kept = MappedTensors()
+        try:
+            for spec in kept.specs:
+                width = 1 if spec.name == name else 0
+                shape = (*spec.shape[:-1], spec.shape[-1] + width)
+                if spec.name != name or name != "kv":
+                    connection._kept.allocate_all([msgspec.structs.replace(spec, shape=shape)])
+            with pytest.raises(HandshakeRefusedError, match=f"mapped tensor '{name}'"):
+                connection.open_connection(timeout_s=15)
+        finally:
+            connection._kept.close()
+            connection._kept = kept
+        connection.open_connection(timeout_s=30).close()
 
 
 @pytest.mark.parametrize("service", [far_service, near_service])
