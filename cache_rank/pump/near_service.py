@@ -8,7 +8,7 @@ import hmac
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import torch
@@ -114,11 +114,9 @@ class NearPump:
             )
             made.pop_all()
 
-    def run(self, stop: threading.Event, on_ready: Callable[[], None] | None = None) -> None:
+    def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
         try:
-            if on_ready is not None:
-                on_ready()
             while not stop.is_set():
                 received = self._control.poll(_POLL_S)
                 if received is not None:
