@@ -156,6 +156,12 @@ def _read_answers(text: str, output_tokens: int) -> tuple[float, list[_Answer]]:
         raise BenchError(
             f"bench_serving's result lacks {error}: it is not that of SGLang 0.5.17"
         ) from error
+    counts = [len(each) for each in (errors, first, gaps, lengths)]
+    if len(set(counts)) > 1:
+        raise BenchError(
+            f"bench_serving's result has {', '.join(map(str, counts))} errors, ttfts, itls and "
+            "output_lens, not one each for each request: it is not that of SGLang 0.5.17"
+        )
     answers = []
     for told, first_ms, gaps_ms, tokens in zip(errors, first, gaps, lengths, strict=True):
         is_whole = tokens == output_tokens and first_ms > 0

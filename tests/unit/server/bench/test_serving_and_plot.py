@@ -70,6 +70,7 @@ def test_answers_that_come_at_once_have_no_time_per_token() -> None:
         ("", "wrote no result"),
         (json.dumps(RESULT)[:-9], "last line of bench_serving's result is not JSON"),
         ('{"completed": 1}', "lacks 'errors'"),
+        (json.dumps({**RESULT, "ttfts": [1.0]}), "6, 1, 6, 6 .*not that of SGLang 0.5.17"),
         (json.dumps({**RESULT, "errors": list("vwxyza")}), "no request was completed: v"),
         (json.dumps({**RESULT, "output_lens": [5] + [4] * 5}), "completed: ended early, 4 tokens"),
     ],
