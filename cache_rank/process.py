@@ -20,7 +20,7 @@ from types import FrameType
 import torch
 
 from tandemkv.cache_rank.engine.factory import make_policy
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.errors import AlreadyServedError, SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
@@ -72,19 +72,18 @@ def run_cache_rank(
     homes = _homes(device, placement, rank)  # before CUDA takes memory of the model's GPU
     if standby:
         load_all(model_dir, settings, homes.here, rank)
-        for directory in directories:
-            await_turn(directory)
-    services = [
-        SharedEngineService(
-            run_dir=directory,
+
+    def make(number: int) -> SharedEngineService:
+        return SharedEngineService(
+            run_dir=directories[number],
             model_dir=model_dir,
             settings=settings,
             max_rows=max_rows,
             homes=homes,
             rank=rank * placement.engines_per_rank + number,
         )
-        for number, directory in enumerate(directories)
-    ]
+
+    services = (_in_turn if standby else _make_all)(directories, make)
     stop = threading.Event()
     with _stopping_on_signals(
         stop, lambda: max(each.status().epoch for each in services), drain_timeout_s
@@ -145,6 +144,37 @@ def _run_all(
             stop.set()
     for each in running:
         each.result()
+
+
+def _make_all(
+    run_dirs: Sequence[RunDir], make: Callable[[int], SharedEngineService]
+) -> list[SharedEngineService]:
+    """Return what `make` makes for each of `run_dirs`, by number; if one fails, none stays open."""
+    services = list[SharedEngineService]()
+    try:
+        for number in range(len(run_dirs)):
+            services.append(make(number))
+    except BaseException:
+        for service in services:
+            service.close()
+        raise
+    return services
+
+
+def _in_turn(
+    run_dirs: Sequence[RunDir], make: Callable[[int], SharedEngineService]
+) -> list[SharedEngineService]:
+    """As `_make_all`, once no live process serves `run_dirs`.
+
+    Several may see that they are free: the locks that are taken decide, and who loses waits again.
+    """
+    while True:
+        for run_dir in run_dirs:
+            await_turn(run_dir)
+        try:
+            return _make_all(run_dirs, make)
+        except AlreadyServedError as error:
+            logger.info("waits again: %s", error)
 
 
 def load_all(model_dir: Path, settings: RankSettings, device: torch.device, rank: int = 0) -> None:

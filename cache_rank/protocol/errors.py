@@ -32,6 +32,10 @@ class HandshakeRefusedError(CacheRankError):
         self.field = field
 
 
+class AlreadyServedError(CacheRankError):
+    """Another live process serves what was to be served."""
+
+
 class CacheRankLostError(CacheRankError):
     """The cache rank died, or hung."""
 

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from .errors import CacheRankError, CacheRankLostError, ProtocolError
+from .errors import AlreadyServedError, CacheRankError, CacheRankLostError, ProtocolError
 from .messages import CODEC, MAX_FRAME_BYTES, Codec, Message, Refused
 
 _HIGH_WATER = 1024
@@ -258,7 +258,8 @@ def receive_parts(socket: zmq.Socket[bytes], limit: int) -> tuple[list[bytes], b
 def take_lock(path: Path) -> int:
     """Return a descriptor that makes this process the one that serves `path`, while it is open.
 
-    Raises `CacheRankError` if another live process serves it.
+    Raises `AlreadyServedError` if another live process serves it, `CacheRankError` if there is no
+    file to be had.
     """
     # zmq removes an existing socket file without asking, be it stale or in use. The kernel
     # drops this lock with its process, so it tells the two apart.
@@ -277,7 +278,7 @@ def take_lock(path: Path) -> int:
                 continue
             with contextlib.suppress(OSError):
                 os.close(handle)
-            raise CacheRankError(
+            raise AlreadyServedError(
                 f"{path}: another live process serves it; stop that one or give another --run-dir"
             ) from error
     with contextlib.suppress(OSError):

@@ -113,10 +113,14 @@ class SharedEngineService:
             while not stop.is_set():
                 self.run_some()
         finally:
-            self._end_epoch("the cache rank stops")
-            self._heartbeat.close()
-            self._listener.close()
-            self._control.close()
+            self.close()
+
+    def close(self) -> None:
+        """End the epoch, if there is one, and close everything; for who does not `run`."""
+        self._end_epoch("the cache rank stops")
+        self._heartbeat.close()
+        self._listener.close()
+        self._control.close()
 
     def run_some(self) -> None:
         """Do the announced steps for a moment, then look at the control socket."""

@@ -192,6 +192,29 @@ def test_a_standby_takes_its_turn_when_the_other_ends(tmp_path):
     assert server_pid(run_dir.control_socket) is None
 
 
+def test_of_two_standbys_one_waits_again(arguments, monkeypatch):
+    """Both have seen that the place is free; it is that of several inference ranks."""
+    first = RunDir.open(arguments["run_dirs"][0])
+    second, wait, winners, seen = first.of_rank(1, create=True), process.await_turn, [], []
+
+    def wait_and_lose(run_dir):
+        wait(run_dir)
+        if run_dir.path == second.path and not winners:
+            winners.append(ControlServer(second))
+        elif len(seen) == 0 and winners:
+            seen.append(server_pid(first.control_socket))
+            winners[0].close()
+
+    def stop():
+        assert {server_pid(each.control_socket) for each in (first, second)} == {os.getpid()}
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    monkeypatch.setattr(process, "await_turn", wait_and_lose)
+    given = arguments | {"run_dirs": [first.path, second.path], "settings": two_ranks()}
+    run_cache_rank(**given, standby=True, on_ready=stop)
+    assert seen == [None]  # what it had got by then was free again
+
+
 def test_who_looks_for_a_server_is_not_taken_for_one(tmp_path):
     """A standby that looks would keep another process from its start, or take a looker for it."""
     path, stop, seen = tmp_path / "x.sock", threading.Event(), []
