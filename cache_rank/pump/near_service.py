@@ -183,14 +183,14 @@ class NearPump:
             text = "the tokens differ; start both with the same --run-dir"
             self._control.send(peer, Refused(field="token", message=text))
             return
-        # It may have waited for long: who gave up must not end another's epoch.
-        if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
-            return
-        self._close_epoch("a new inference rank came")
         reason = differing_gpu(hello.gpus, gpu_uuids(self._homes))
         if reason is not None:
             self._control.send(peer, Refused(field="gpus", message=reason))
             return
+        # It may have waited for long: who gave up must not end another's epoch.
+        if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+            return
+        self._close_epoch("a new inference rank came")
         caller: Caller | None = None
         try:
             caller = Caller(self._address.resolved(), self._keys, self._server)

@@ -7,7 +7,7 @@ import errno
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from stream_forward import engine_of
 from tiny_model import write_model
 
 from tandemkv.cache_rank.protocol import ipc
+from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankError,
     CacheRankLostError,
@@ -255,6 +256,20 @@ def test_a_host_that_gives_up_is_noticed(
         if not is_asked:
             played.run()
             assert played.num_lost == 0
+
+
+def test_an_inference_rank_on_another_gpu_ends_no_epoch(tmp_path: Path) -> None:
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        want, (pumps,) = played.run(), played.pumps
+        guest, run_dir = pumps.far._guest, RunDir.open(tmp_path / "near")
+        assert guest is not None
+        hello = msgspec.structs.replace(guest.hello, token=run_dir.token, gpus=("GPU-1",))
+        refused = pytest.raises(HandshakeRefusedError, match="field=gpus")
+        with closing(ControlClient(run_dir)) as control, refused:
+            open_epoch(control, hello, 10.0)
+        check_same(played.run(), want)
+        assert pumps.far._guest is guest
+        assert played.num_lost == 0
 
 
 @pytest.mark.parametrize("name", ["kv", "req_to_token"])
