@@ -139,14 +139,14 @@ class FarPump:
             return
         guest.pulse.hear()
         match letter:
-            case Meet():
+            case Meet() if guest.session is None:
                 self._open(guest, letter)
             case Heartbeat():
                 self._door.send(peer, HeartbeatReply(letter.epoch, letter.sequence, busy_s=0.0))
             case Ended():
                 self._close_epoch(letter.reason)
             case _:
-                self._close_epoch(f"{type(letter).__name__} is nothing that an inference rank says")
+                self._close_epoch(f"{type(letter).__name__} is not what comes now")
 
     def _tend(self) -> None:
         guest = self._guest

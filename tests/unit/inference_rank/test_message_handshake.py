@@ -41,7 +41,7 @@ from tandemkv.cache_rank.protocol.message.keys import (
     own_keys,
     public_key,
 )
-from tandemkv.cache_rank.protocol.message.letters import Knock
+from tandemkv.cache_rank.protocol.message.letters import Knock, Meet
 from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Welcome
 from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -270,6 +270,33 @@ def test_an_inference_rank_on_another_gpu_ends_no_epoch(tmp_path: Path) -> None:
         check_same(played.run(), want)
         assert pumps.far._guest is guest
         assert played.num_lost == 0
+
+
+def test_an_epoch_that_is_met_twice_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with it the session that it has; a second one would leave that behind."""
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        (pumps,) = played.pumps
+        guest, tend, told = pumps.far._guest, NearPump._tend, list[Meet]()
+        assert guest is not None
+        session = guest.session
+        assert session is not None
+
+        def meet_again(near: NearPump) -> None:
+            if not told and near._caller is not None:
+                told.append(Meet(session.epoch, b"nowhere", b"t" * 32))
+                near._caller.send(told[0])
+            tend(near)
+
+        opened = list[object]()
+        monkeypatch.setattr(FarPump, "_open", lambda *given: opened.append(given))
+        monkeypatch.setattr(NearPump, "_tend", meet_again)
+        deadline = time.monotonic() + 10
+        while session.connection.fileno() != -1:
+            assert time.monotonic() < deadline, "it goes on"
+            time.sleep(0.02)
+        assert not opened
 
 
 @pytest.mark.parametrize("name", ["kv", "req_to_token"])
