@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 from .choose import Choice, break_even_batch_tokens, break_even_tokens
@@ -35,6 +34,8 @@ def dense_lengths(
     As `serve` decides them: given ones are kept, and the others are predicted, but only where the
     model's GPU has the K/V and the policy attends to more with more tokens.
     """
+    from tandemkv.cache_rank.protocol.engine import DenseLengths  # with torch
+
     chosen = None if choice.chosen is None else choice.chosen.placement
     if chosen is None or chosen.kind is not PlacementKind.IN_PROCESS:
         return DenseText({}, "")
