@@ -124,7 +124,7 @@ def check_memory() -> Finding:
     """Compare the free memory with what the processes need."""
     available, needed = available_bytes(), PROCESS_TREE_BYTES
     if available is None:
-        return Finding("memory", "warn", "unknown", "make sure that 6 GiB are free")
+        return Finding("memory", "warn", "unknown", "make sure that 7 GiB are free")
     text = f"{gib(available)} available"
     if available < needed:
         advice = f"the processes alone need {gib(needed)}; end other programs"

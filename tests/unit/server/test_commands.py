@@ -286,6 +286,13 @@ def test_status_of_a_server_without_the_plugin(runner: CliRunner, server_url: st
     assert "without the tandemkv plugin" in result.stderr
 
 
+def test_doctor_names_what_make_serve_needs_where_memory_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "available_bytes", lambda: None)
+    assert doctor.check_memory().advice == "make sure that 7 GiB are free"
+
+
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_doctor_exit_code(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch, level: str, code: int
