@@ -101,7 +101,6 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     is_own = placement.kind is not PlacementKind.IN_PROCESS
     rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
     resident = _shard(rows * shape.num_full_layers * shape.kv_layer_token_bytes, shards)
-    index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
     is_other = shape.copies_queries or load.is_fitted
     copied = shape.predictor_bytes if is_other and load.predicts else 0
     if placement.kind is PlacementKind.IN_PROCESS:
@@ -111,37 +110,40 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
         return PlacementMemory(
             inference=Footprint(
                 kv=_shard(kv, shards),
-                key_index=_shard(index, shards),
+                key_index=_shard(index_bytes(shape, load), shards),
                 resident_set=resident,
-                selection_scratch=_shard(scratch, shards),
+                selection_scratch=_shard(scratch_bytes(shape, load), shards),
                 **model,
             )
         )
     # While the start hands W_q to the cache GPU, the model's GPU holds all of it.
     model["predictor"] = _shard(copied, tp_size)
-    caches = placement.num_cache_gpus
+    inference = Footprint(
+        resident_set=resident, staging=_shard(prefix_bytes(shape, load), shards), **model
+    )
+    if placement.by_messages:
+        own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=tp_size)
+        inference = memory_of(own, shape, load).inference
+    return PlacementMemory(inference=inference, cache=_cache_gpu(placement, shape, load))
+
+
+def _cache_gpu(placement: Placement, shape: ModelShape, load: Workload) -> Footprint:
+    """Return what a cache GPU holds; see `memory_of`."""
+    caches, tp_size = placement.num_cache_gpus, placement.tp_size
+    kv = load.total_tokens * shape.kv_token_bytes
 
     def heads(size: int) -> int:
         return _largest(size, shape.num_kv_heads, caches)
 
-    inference = Footprint(
-        resident_set=resident, staging=_shard(prefix_bytes(shape, load), shards), **model
-    )
-    kv_there = _shard(_largest(kv, shape.num_layers, caches // tp_size), tp_size)
-    if placement.by_messages:
-        own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=tp_size)
-        inference, kv_there = memory_of(own, shape, load).inference, heads(kv)
-    return PlacementMemory(
-        inference=inference,
-        cache=Footprint(
-            predictor=heads(shape.predictor_copy_bytes(load.predictor_dtype)),
-            kv=kv_there,
-            key_index=heads(index),
-            selection_scratch=heads(scratch),
-            books=heads(book_bytes(shape, load)),
-            staging=staging_bytes(shape, load, caches),
-            runtime=CACHE_RUNTIME_BYTES,
-        ),
+    by_layers = _shard(_largest(kv, shape.num_layers, caches // tp_size), tp_size)
+    return Footprint(
+        predictor=heads(shape.predictor_copy_bytes(load.predictor_dtype)),
+        kv=heads(kv) if placement.by_messages else by_layers,
+        key_index=heads(index_bytes(shape, load)),
+        selection_scratch=heads(scratch_bytes(shape, load)),
+        books=heads(book_bytes(shape, load)),
+        staging=staging_bytes(shape, load, caches),
+        runtime=CACHE_RUNTIME_BYTES,
     )
 
 
