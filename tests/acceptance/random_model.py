@@ -17,6 +17,12 @@ SHAPE = {
     "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 
+DEEP = {
+    "hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 12,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+}  # fmt: skip
+"""What a model has in which steps take longer, with as many heads and positions as the embedded."""
+
 
 def make_random_model(folder: Path, **shape: int) -> None:
     """Write it into `folder`, of `SHAPE` or another, with the tokenizer of the embedded model."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from exactness import make_prompts, run
-from random_model import make_random_model
+from random_model import DEEP, make_random_model
 from rank_servers import SMALL_SELECTION, Server, model_dir, ours, stock
 from stock_agreement import DEVICE
 
@@ -72,11 +73,13 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 def reference(prompts: list[list[int]], new_tokens: int, once: Once) -> list[Any]:
     """What stock SGLang says to the prompts, one at a time."""
 
-    def ask() -> list[Any]:
-        with stock() as server:
-            return run(server, prompts, new_tokens=new_tokens, at_once=1)
+    return once("stock", lambda: of_stock(prompts, new_tokens))
 
-    return once("stock", ask)
+
+def of_stock(prompts: list[list[int]], new_tokens: int) -> list[Any]:
+    """What stock SGLang says with the model that servers are given now."""
+    with stock() as server:
+        return run(server, prompts, new_tokens=new_tokens, at_once=1)
 
 
 @pytest.fixture(scope="session")
@@ -86,14 +89,16 @@ def small_asked(prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def of_serve(small_asked: list[list[int]], new_tokens: int, once: Once) -> list[Any]:
+def of_serve(
+    deep_model_dir: Path, small_asked: list[list[int]], new_tokens: int, once: Once
+) -> list[Any]:
     """What ``tandemkv serve`` says to `small_asked` with `SMALL_SELECTION`, one at a time.
 
     For servers of these settings that are started another way; this one has ended.
     """
 
     def ask() -> list[Any]:
-        with ours({"selection": SMALL_SELECTION}) as server:
+        with serving(deep_model_dir), ours({"selection": SMALL_SELECTION}) as server:
             return run(server, small_asked, new_tokens=new_tokens, at_once=1)
 
     return once("small", ask)
@@ -110,11 +115,18 @@ def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[None]:
+    """Let servers that start meanwhile serve a model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEMKV_TEST_MODEL", str(folder))
+        yield
+
+
 @pytest.fixture(scope="module")
 def random_model(random_model_dir: Path) -> Iterator[Path]:
     """The random model, which the servers of a module serve."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TANDEMKV_TEST_MODEL", str(random_model_dir))
+    with serving(random_model_dir):
         yield random_model_dir
 
 
@@ -131,12 +143,47 @@ def random_reference(
     """What stock SGLang says to the prompts with the random model, one at a time."""
 
     def ask() -> list[Any]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TANDEMKV_TEST_MODEL", str(random_model_dir))
-            with stock() as server:
-                return run(server, prompts, new_tokens=new_tokens, at_once=1)
+        with serving(random_model_dir):
+            return of_stock(prompts, new_tokens)
 
     return once("stock-random", ask)
+
+
+@pytest.fixture(scope="session")
+def deep_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with three KV heads and twelve layers, with steps of a fifth of the embedded one's.
+
+    For tests in which something happens while requests decode.
+    """
+    folder = tmp_path_factory.mktemp("deep")
+    make_random_model(folder, **DEEP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deep_model(deep_model_dir: Path) -> Iterator[Path]:
+    """The deep model, which the servers of a module serve."""
+    with serving(deep_model_dir):
+        yield deep_model_dir
+
+
+@pytest.fixture
+def on_deep_model(deep_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the servers of a test serve the deep model."""
+    monkeypatch.setenv("TANDEMKV_TEST_MODEL", str(deep_model_dir))
+
+
+@pytest.fixture(scope="session")
+def deep_reference(
+    deep_model_dir: Path, prompts: list[list[int]], new_tokens: int, once: Once
+) -> list[Any]:
+    """What stock SGLang says to the prompts with the deep model, one at a time."""
+
+    def ask() -> list[Any]:
+        with serving(deep_model_dir):
+            return of_stock(prompts, new_tokens)
+
+    return once("stock-deep", ask)
 
 
 @pytest.fixture(params=["shared", "message"])
@@ -155,7 +202,8 @@ def link(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def small_server() -> Iterator[Server]:
+def small_server(deep_model: Path) -> Iterator[Server]:
     """Ours with a resident set much smaller than the prompts."""
+    del deep_model  # which it serves
     with ours({"selection": SMALL_SELECTION, "evaluation": True}) as server:
         yield server

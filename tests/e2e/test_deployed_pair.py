@@ -31,7 +31,7 @@ from rank_servers import (
     model_dir,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("deep_model")]
 
 LONG_TOKENS, FEW_TOKENS = 24, 4
 PATIENCE_S = 30.0

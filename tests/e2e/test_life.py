@@ -25,11 +25,11 @@ import pytest
 from exactness import check_everywhere
 from life_cycle import ready_after_crash
 from mapped_memory import kv_inode
-from rank_servers import Server, ours
+from rank_servers import Server, model_dir, ours
 
 from tandemkv.server.soak.processes import HTTP
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("deep_model")]
 
 HANG_TIMEOUT_S = 6.0
 READY_AGAIN_S = 180.0  # a minute where nothing else computes
@@ -78,7 +78,7 @@ def post(
         "temperature": 0,
         "ignore_eos": True,
         "stream": stream,
-        "model": "smollm2-135m-instruct",
+        "model": Path(model_dir()).name,
     }
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
@@ -140,9 +140,9 @@ def scheduler_of(server: Server) -> psutil.Process:
 
 
 def test_tokens_equal_stock(
-    server: Server, prompts: list[list[int]], new_tokens: int, reference: list[Any]
+    server: Server, prompts: list[list[int]], new_tokens: int, deep_reference: list[Any]
 ) -> None:
-    check_everywhere(server, prompts, reference, new_tokens=new_tokens)
+    check_everywhere(server, prompts, deep_reference, new_tokens=new_tokens)
     assert server.values()[0]["exact_rows_total"] > 0
 
 

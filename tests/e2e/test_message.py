@@ -29,7 +29,7 @@ from rank_servers import CAPACITY_TOKENS, CHUNK_TOKENS, Server, free_port, model
 
 from tandemkv.cache_rank.protocol.message.keys import make_keys
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("deep_model")]
 
 _COVERING = {
     "policy": "look_ahead",

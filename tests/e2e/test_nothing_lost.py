@@ -44,7 +44,7 @@ from workbench import Checks
 
 from tandemkv.cache_rank.protocol.fault_points import FAULTS_VARIABLE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("deep_model")]
 
 REQUESTS, NEW_TOKENS = fault_matrix.REQUESTS, fault_matrix.NEW_TOKENS
 PATIENCE_S = 2.0

@@ -23,7 +23,7 @@ from nothing_lost import (
 )
 from rank_servers import Server, ours
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("deep_model")]
 
 SHARDS, REQUESTS, NEW_TOKENS = 3, 6, 20  # as many as in test_nothing_lost
 

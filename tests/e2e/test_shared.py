@@ -109,6 +109,7 @@ def wait_ready(server: Server) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.usefixtures("on_deep_model")
 def test_fitted_projections_choose_what_is_selected(
     small_asked: list[list[int]], new_tokens: int, of_serve: list[Any], tmp_path: Path
 ) -> None:
@@ -128,10 +129,11 @@ def test_fitted_projections_choose_what_is_selected(
     assert not all(same[1:])
 
 
+@pytest.mark.usefixtures("on_deep_model")
 def test_channels_of_the_index_reach_the_engine(
     small_asked: list[list[int]], new_tokens: int, of_serve: list[Any], tmp_path: Path
 ) -> None:
-    """With the first two of 64 other tokens are chosen; what fits is attended to whole."""
+    """With the first two of 16 other tokens are chosen; what fits is attended to whole."""
     spec = read_model_spec(Path(model_dir()), dtype="float32")
     first = torch.arange(2).expand(spec.num_kv_heads, -1)
     path = tmp_path / "channels.safetensors"

@@ -32,7 +32,7 @@ from rank_servers import Server, ours
 
 from tandemkv.cache_rank.protocol.memory.one_device import APART, ONE_DEVICE_VARIABLE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("deep_model")]
 
 _ENVIRON = {ONE_DEVICE_VARIABLE: APART}
 _COVERING = {
@@ -76,10 +76,10 @@ def test_tokens_equal_stock(
 
 
 def test_tokens_of_slow_steps_equal_stock(
-    prompts: list[list[int]], new_tokens: int, reference: list[Any]
+    prompts: list[list[int]], new_tokens: int, deep_reference: list[Any]
 ) -> None:
     with ours({"selection": _SLOW, "cache_ranks": 1}, environ=_ENVIRON) as server:
-        check_with_hits(server, prompts, reference, new_tokens=new_tokens)
+        check_with_hits(server, prompts, deep_reference, new_tokens=new_tokens)
         inference, (rank,) = values(server), cache_ranks(server)
     assert 0 < inference["slow_rows_total"] < inference["sparse_rows_total"] / 2
     assert rank["values"]["fetched_rows_total"] > 0

@@ -21,7 +21,7 @@ from exactness import compare, run
 from nothing_lost import wait_for
 from rank_servers import SMALL_SELECTION, Server, ours
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("deep_model")]
 
 END_S, PATIENCE_S = 30.0, 30.0
 LONG_TOKENS = 32

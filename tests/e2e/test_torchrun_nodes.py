@@ -32,7 +32,7 @@ from rank_servers import (
 
 from tandemkv.cache_rank.protocol.message.keys import make_keys
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("deep_model")]
 
 NEAR, FAR = "127.0.0.1", "127.0.0.3"
 LONG_TOKENS = 24
