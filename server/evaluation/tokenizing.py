@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
 PromptStyle = Literal["raw", "chat"]
-_SEPARATOR = "\x1equestion\x1e"
+_SEPARATOR = "@@question@@"  # no white space at its ends: many templates strip that
 
 
 class Tokenizer(Protocol):
@@ -79,7 +79,12 @@ class PromptBuilder:
                 raise SettingsError(
                     "prompt style chat: the tokenizer has no chat template; use --prompt-style raw"
                 ) from error
-            self._before, _, self._after = str(text).partition(_SEPARATOR)
+            self._before, found, self._after = str(text).partition(_SEPARATOR)
+            if not found:
+                raise SettingsError(
+                    "prompt style chat: the tokenizer's chat template leaves out or changes what a "
+                    "user says; use --prompt-style raw"
+                )
 
     def build(self, context: str, question: str = "", answer_prefix: str = "") -> Prompt:
         """Return the ids. The parts are tokenised singly, so that either can be had alone."""

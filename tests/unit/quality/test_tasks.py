@@ -165,6 +165,30 @@ def test_chat_puts_the_question_into_the_turn_and_the_prefix_after_it(inputs: Ta
     assert re.search(r"provided text\?</user><assistant> The special magic number for \S+", text)
 
 
+def test_chat_takes_templates_that_strip_what_is_said(
+    inputs: TaskInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of Llama 3 and Gemma do."""
+    tokenizer = inputs.prompts.tokenizer
+    monkeypatch.setattr(
+        type(tokenizer),
+        "apply_chat_template",
+        lambda _, messages, **__: f"<user>{messages[0]['content'].strip()}</user><assistant>",
+    )
+    context, question = PromptBuilder(tokenizer, "chat").build("A text.", " A question?", " It is")
+    assert tokenizer.decode(context) == "<user>A text."
+    assert tokenizer.decode(question) == " A question?</user><assistant> It is"
+
+
+def test_chat_refuses_a_template_that_leaves_out_what_is_said(
+    inputs: TaskInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = inputs.prompts.tokenizer
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *_, **__: "<assistant>")
+    with pytest.raises(SettingsError, match="leaves out or changes what a user says"):
+        PromptBuilder(tokenizer, "chat")
+
+
 def test_errors_say_what_is_missing(inputs: TaskInputs, tmp_path: Path) -> None:
     with pytest.raises(
         SettingsError, match=r"task=no_such_task is unknown; known: perplexity, .*file:"
