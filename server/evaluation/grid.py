@@ -36,6 +36,10 @@ _NAME = re.compile(
     r"-(?P<index>native|int8|int4)-x(?P<exact>none|[\d.]+)"
 )
 _RING_ONLY = re.compile(r"streaming-\d+")
+_IN_NAME = {
+    *("policy", "declared", "budget_tokens", "resident_factor", "fetch_cap", "sample_tokens"),
+    *("index_dtype", "exact_layers"),
+}
 _SHARE_OF_K = re.compile(r"K(?:/(\d+))?")
 
 
@@ -54,8 +58,8 @@ def read_grid(
     """Return settings of the group ``selection`` by name (`setting_name`), each once.
 
     `device`, the model's, decides what is open. Settings of `base` hold where an entry does not
-    name them. Raises `SettingsError` if the file cannot be read, or settings are unknown or
-    contradict each other.
+    name them. Raises `SettingsError` if the file cannot be read, settings are unknown or contradict
+    each other, or two entries have one name and are not the same.
     """
     try:
         found = GridFile.model_validate(read_yaml(path, "--grid"))
@@ -66,16 +70,33 @@ def read_grid(
             f"--grid {path}: {key}: {first['msg']}; it has `points`, a list of settings of the "
             "group selection with their values, and optionally `streaming`"
         ) from error
+    entries = [
+        _joined(base or {}, values)
+        for values in itertools.chain.from_iterable(map(_product, found.points))
+    ]
+    sink = SelectionSettings().num_sink_tokens
+    entries += [
+        {"policy": "streaming", "budget_tokens": 0, "num_recent_tokens": tokens - sink}
+        for tokens in found.streaming
+    ]
     grid: dict[str, dict[str, Any]] = {}
-    for values in itertools.chain.from_iterable(map(_product, found.points)):
-        values = _joined(base or {}, values)
-        grid.setdefault(setting_name(_checked(path, values, device)), values)
-    for tokens in found.streaming:
-        values = {"policy": "streaming"}
-        sink = SelectionSettings().num_sink_tokens
-        values |= {"budget_tokens": 0, "num_recent_tokens": tokens - sink}
-        grid.setdefault(setting_name(_checked(path, values, device)), values)
+    unnamed: dict[str, dict[str, Any]] = {}
+    for values in entries:
+        selection = _checked(path, values, device)
+        name, own = setting_name(selection), _unnamed(selection)
+        if unnamed.setdefault(name, own) != own:
+            key = next(key for key in own if own[key] != unnamed[name].get(key))
+            raise SettingsError(
+                f"--grid {path}: two entries are both {name}, which has no place for {key}, in "
+                "which they differ; measure one of them from a grid of its own, into another --out"
+            )
+        grid.setdefault(name, values)
     return grid
+
+
+def _unnamed(selection: SelectionSettings) -> dict[str, Any]:
+    """Return the settings that the policy reads and `setting_name` does not tell."""
+    return read_by(selection.policy, selection.model_dump(exclude=_IN_NAME))
 
 
 def _joined(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,16 @@ def test_entries_are_products_and_equal_settings_come_once(tmp_path: Path) -> No
     assert list(found) == sorted(set(found), key=list(found).index)
 
 
+def test_settings_that_no_name_tells_apart_are_refused(tmp_path: Path) -> None:
+    """The second of them would not be measured."""
+    text = "points: [{budget_tokens: 512, num_recent_tokens: [64, 128]}]"
+    with pytest.raises(SettingsError, match="no place for num_recent_tokens"):
+        grid_of(tmp_path, text)
+    # What a policy never reads makes no difference.
+    found = grid_of(tmp_path, "points: [{policy: streaming, index_dtype: [native, int8]}]")
+    assert len(found) == 1
+
+
 def test_a_gpu_has_an_int4_index_unless_told_otherwise(tmp_path: Path) -> None:
     text = "points: [{budget_tokens: 512, index_dtype: [native, int4]}, {budget_tokens: 512}]"
     assert list(grid_of(tmp_path, text, "cuda")) == [
