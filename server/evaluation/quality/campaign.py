@@ -148,8 +148,10 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     resolve = functools.partial(
         resolve_placement, spec=spec, model_dir=model_dir, device=device, progress=lambda _: None
     )
-    configurations = _configurations(request, tasks, base, served, spec, device, resolve)
-    tokenizer, prompts = _prompts(request, tasks, model_dir, note)
+    kept = _kept_prompts(request, tasks, model_dir)
+    lengths = _lengths(request, tasks, kept)
+    configurations = _configurations(request, lengths, base, served, spec, device, resolve)
+    tokenizer, prompts = _prompts(request, tasks, kept, model_dir, note)
     _check_samples(request, prompts, spec)
     if request.as_served:
         check_prompts_fit(served, prompts.longest)
@@ -275,14 +277,16 @@ def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[s
     return flags
 
 
-def _lengths(request: Request, tasks: Sequence[Task]) -> list[int]:
-    """Return the lengths of the prompts; a task may have its own."""
+def _lengths(request: Request, tasks: Sequence[Task], kept: Prompts | None) -> list[int]:
+    """Return the lengths of the prompts; a task may have its own, and those `kept` have theirs."""
+    if kept is not None:
+        return sorted({int(about["context_tokens"]) for about in kept.tasks.values()})
     return sorted({task.context_tokens or request.contexts[0] for task in tasks})
 
 
 def _configurations(
     request: Request,
-    tasks: Sequence[Task],
+    lengths: Sequence[int],
     base: ServeSettings,
     served: ServeSettings,
     spec: ModelSpec,
@@ -293,7 +297,7 @@ def _configurations(
     found = plan(
         policies,
         # What is served, or in a grid, has no use for them.
-        parse_budgets(names_in(request.budgets), _lengths(request, tasks)) if policies else [],
+        parse_budgets(names_in(request.budgets), lengths) if policies else [],
         num_layers=spec.num_layers,
         device=device,
         base=base.selection.model_dump(
@@ -312,13 +316,22 @@ def _configurations(
     return [msgspec.structs.replace(x, windowed_layers=windowed) for x in found]
 
 
+def _kept_prompts(request: Request, tasks: Sequence[Task], model_dir: Path) -> Prompts | None:
+    if request.samples_from is None:
+        return None
+    names = [task.name for task in tasks]
+    return Prompts.kept(request.samples_from.expanduser(), names, model_dir.name)
+
+
 def _prompts(
-    request: Request, tasks: Sequence[Task], model_dir: Path, note: Callable[[str], None]
+    request: Request,
+    tasks: Sequence[Task],
+    kept: Prompts | None,
+    model_dir: Path,
+    note: Callable[[str], None],
 ) -> tuple[Tokenizer, Prompts]:
-    if request.samples_from is not None:
-        folder, names = request.samples_from.expanduser(), [task.name for task in tasks]
-        prompts = Prompts.kept(folder, names, model_dir.name)
-        return load_tokenizer(model_dir), prompts
+    if kept is not None:
+        return load_tokenizer(model_dir), kept
     paths = [path.expanduser() for path in request.corpus or ()]
     corpus = read_corpus(paths) if paths else built_in_corpus()
     tokenizer = load_tokenizer(model_dir)

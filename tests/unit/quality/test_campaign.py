@@ -14,7 +14,8 @@ import pytest
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.corpus import Corpus
 from tandemkv.server.evaluation.quality import campaign
-from tandemkv.server.evaluation.quality.campaign import Campaign, prepare
+from tandemkv.server.evaluation.quality.campaign import Campaign, describe, prepare
+from tandemkv.server.evaluation.quality.report import write_campaign
 from tandemkv.server.evaluation.quality.request import Request
 from tandemkv.server.evaluation.quality.served import (
     AS_SERVED,
@@ -272,6 +273,15 @@ def test_a_budget_is_less_than_the_context_of_each_task(prepared: Prepare) -> No
     assert [c.attended_tokens for c in found.configurations if not c.is_dense] == [150]
     with pytest.raises(SettingsError, match="a share of which context"):
         prepared("cpu", budgets="50%", tasks=("niah_single", "niah_single@300"))
+
+
+def test_a_share_is_of_the_prompts_that_are_taken_from_elsewhere(
+    prepared: Prepare, tmp_path: Path
+) -> None:
+    write_campaign(tmp_path / "out", describe(prepared("cpu")))
+    kept = {"samples_from": tmp_path / "out", "budgets": "25%", "context_tokens": "4096"}
+    found = prepared("cpu", **kept)
+    assert [c.attended_tokens for c in found.configurations if not c.is_dense] == [700 // 4]
 
 
 def test_what_is_served_needs_no_budget_at_several_contexts(prepared: Prepare) -> None:
