@@ -83,7 +83,7 @@ class RunningServer:
         return found
 
     def forget(self) -> None:
-        """Empty the prefix cache, so that no task starts from another one's prompts.
+        """Empty the prefix cache and the probe file: no task has another one's prompts or probes.
 
         A prompt whose prefix is cached has fewer prompt queries to seed the resident set with.
         Raises `MeasurementError` if the server still refuses after a while; it does while a request
@@ -94,6 +94,8 @@ class RunningServer:
         while True:
             try:
                 with _OPENER.open(request, timeout=_FLUSH_TIMEOUT_S):
+                    if self.probe_file is not None:  # nothing runs, and each line opens it anew
+                        self.probe_file.unlink(missing_ok=True)
                     return
             except urllib.error.HTTPError as error:
                 failure = MeasurementError(f"{_NOT_EMPTIED}: HTTP {error.code}")

@@ -216,6 +216,21 @@ def test_sigterm_stops_as_ctrl_c_does() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_task_has_no_probes_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opener:
+        open = staticmethod(lambda *_, **__: contextlib.nullcontext())
+
+    monkeypatch.setattr(servers, "_OPENER", Opener)
+    path = tmp_path / "probes.jsonl"
+    path.write_text("{}\n")
+    server = RunningServer("http://127.0.0.1:1", is_stock=False, probe_file=path)
+    server.forget()
+    assert not path.exists()
+    server.forget()
+
+
 def test_counters_of_several_cache_ranks_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [{"values": {"fetched_rows_total": n, "busy_s": 1.0}} for n in (3.0, 4.0, 5.0)]
     status: dict[str, Any] = {
