@@ -120,8 +120,11 @@ class Campaign:
             more.append(list(dense_argv))
         if configuration.system != "sglang":
             more += _contents(self.settings_of(configuration), self.spec)
-        samples = self.prompts.tasks[task]["samples_digest"]
-        return digest(samples, configured, settings, self.spec.model_hash, *more)
+        about = self.prompts.tasks[task]
+        if about["measure"] == "agreement" and not configuration.is_dense:
+            # It is with what dense wrote, which is measured again where its own settings change.
+            more += [self.digest_of(each, task) for each in self.configurations if each.is_dense]
+        return digest(about["samples_digest"], configured, settings, self.spec.model_hash, *more)
 
     def applies(self, configuration: Configuration, task: Task) -> bool:
         """Whether a task says anything: mass needs what is attended to, on the inference rank."""

@@ -160,6 +160,14 @@ def test_a_result_is_of_what_a_file_held(
     assert len(set(digests)) == 3
 
 
+def test_what_is_compared_with_dense_s_text_is_of_dense_s_settings(prepared: Prepare) -> None:
+    """Dense would write another text, and the kept agreement be with the one before."""
+    tasks = ("continuation", "niah_single")
+    found = [prepared("cpu", tasks=tasks, dense_args=text) for text in ("", "--page-size 2")]
+    digests = [{c.digest_of(c.configurations[1], task) for c in found} for task in tasks]
+    assert [len(each) for each in digests] == [2, 1]
+
+
 def test_as_served_takes_what_serve_would_take(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
