@@ -9,14 +9,12 @@ from typing import Any
 
 from tandemkv.server.evaluation.drawing import drawing, save_svg
 
-from .summary import Row, is_of_perplexity
+from .summary import Row, has_changes, is_of_perplexity
 
 _AXES = {
     "score": "score",
-    "perplexity": "change of perplexity, %",
     "agreement": "tokens that agree with dense",
     "mass": "attention mass",
-    "long": "change of perplexity, %",
 }
 _LONG_LABEL = 45
 _NUM_COLOURS, _MARKERS = 10, "os^Dv*"  # another marker where the colours begin anew
@@ -30,7 +28,8 @@ def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
     found = {}
     with drawing("quality") as new_figure:
         for name, task in described["tasks"].items():
-            lines = _lines(rows, name, task["measure"])
+            is_change = is_of_perplexity(task["measure"]) and has_changes(rows, name)
+            lines = _lines(rows, name, is_change=is_change)
             if not lines:
                 continue
             num_columns = 2 if max(map(len, lines)) <= _LONG_LABEL else 1
@@ -45,12 +44,13 @@ def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
                     marker=_MARKERS[i // _NUM_COLOURS % len(_MARKERS)],
                     markersize=4, linewidth=1.2, capsize=2, elinewidth=0.8,
                 )  # fmt: skip
-            dense = _dense(rows, name, task["measure"])
+            dense = _dense(rows, name, is_change=is_change)
             if dense is not None:
                 axes.axhline(dense, color="0.4", linewidth=0.8, linestyle=":", label="dense")
             axes.set_title(f"{task['title']}, {task['samples']} samples")
             axes.set_xlabel("attended share of the context, all layers, %")
-            axes.set_ylabel(_AXES[task["measure"]])
+            perplexity = "change of perplexity, %" if is_change else "perplexity"
+            axes.set_ylabel(_AXES.get(task["measure"], perplexity))
             axes.set_xlim(left=0.0)
             axes.grid(color="0.9", linewidth=0.6)
             figure.legend(fontsize=7.5, loc="outside lower left", ncols=num_columns)
@@ -63,21 +63,24 @@ def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
 _Point = tuple[float, float, float, float]
 
 
-def _lines(rows: Sequence[Row], name: str, measure: str) -> dict[str, list[_Point]]:
+def _lines(rows: Sequence[Row], name: str, *, is_change: bool) -> dict[str, list[_Point]]:
     """Points of each policy by share: share in per cent, value, and how far the interval goes."""
     lines: dict[str, list[_Point]] = {}
     for row in rows:
         score = row.scores.get(name)
         if score is None or row.attended_tokens is None or score.attended_share is None:
             continue  # what attends to everything is the dotted line
-        value, low, high = score.gap if is_of_perplexity(measure) and score.gap else score.interval
+        shown = score.gap if is_change else score.interval
+        if shown is None:
+            continue
+        value, low, high = shown
         point = (100 * score.attended_share, value, max(0.0, value - low), max(0.0, high - value))
         lines.setdefault(row.label, []).append(point)
     return {label: sorted(points) for label, points in lines.items()}
 
 
-def _dense(rows: Sequence[Row], name: str, measure: str) -> float | None:
+def _dense(rows: Sequence[Row], name: str, *, is_change: bool) -> float | None:
     score = next((r.scores[name] for r in rows if r.system == "sglang" and name in r.scores), None)
     if score is None:
         return None
-    return 0.0 if is_of_perplexity(measure) else score.value
+    return 0.0 if is_change else score.value

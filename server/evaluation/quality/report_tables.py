@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .bootstrap import Interval
 from .served import AS_SERVED, differences
-from .summary import Row, Score, Summary, is_group, is_of_perplexity
+from .summary import Row, Score, Summary, has_changes, is_group, is_of_perplexity
 
 NOTHING = "–"
 _COLUMNS = {
@@ -78,7 +78,10 @@ def _scores(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     names = [name for name, task in tasks.items() if task["measure"] != "mass"]
     units = {"score": "0–1", "agreement": "tokens agreeing"}
     header = ["system", "budget"]
-    header += [f"{tasks[n]['title']} ({units.get(tasks[n]['measure'], 'change')})" for n in names]
+    for name in names:
+        perplexity = "change" if has_changes(rows, name) else "perplexity"
+        unit = units.get(tasks[name]["measure"], perplexity)
+        header.append(f"{tasks[name]['title']} ({unit})")
     body = [
         [row.label, row.budget, *(_cell(row, name, tasks[name]) for name in names)] for row in rows
     ]

@@ -255,6 +255,11 @@ def is_of_perplexity(measure: str) -> bool:
     return measure in ("perplexity", "long")
 
 
+def has_changes(rows: Sequence[Row], task: str) -> bool:
+    """Whether any row's answers to a task could be compared with dense's."""
+    return any(task in row.scores and row.scores[task].gap is not None for row in rows)
+
+
 def is_group(detail: str) -> bool:
     """Whether a name in `Score.details` is that of a group of layers."""
     return detail.startswith(_GROUP_PREFIX)

@@ -256,6 +256,15 @@ def test_plots_are_drawn_the_same_every_time(out: Path) -> None:
     assert (out / "plots" / "mass.svg").read_text() == plots["mass"]
 
 
+def test_perplexities_without_dense_are_not_told_as_changes(out: Path) -> None:
+    (out / "runs" / "sglang-dense-all" / "perplexity.json").unlink()
+    write_report(out, Console(file=io.StringIO()))
+    assert "| system | budget | Perplexity (perplexity) |" in (out / "report.md").read_text()
+    plot = (out / "plots" / "perplexity.svg").read_text()
+    assert ">perplexity</text>" in plot
+    assert "change of perplexity" not in plot
+
+
 def test_without_matplotlib_the_report_says_so(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     console = Console(file=io.StringIO(), width=200)
