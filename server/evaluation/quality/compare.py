@@ -134,6 +134,11 @@ def _difference(name: str, task: Mapping[str, Any], one: Score, other: Score) ->
             f"task={name}: {len(one.items)} and {len(other.items)} samples were asked; finish "
             "both campaigns (the same command resumes)"
         )
+    if one.items_of and other.items_of and one.items_of != other.items_of:
+        raise SettingsError(
+            f"task={name}: as many samples were asked in both, and they are others (--part) or "
+            "joined in another order; compare the whole campaigns, joined alike"
+        )
     is_perplexity = is_of_perplexity(task["measure"])
     if is_perplexity:
         gap = mean_interval(np.subtract(other.items, one.items))

@@ -16,6 +16,7 @@ from .bootstrap import BLOCK_TOKENS, Interval, block_interval, paired_interval, 
 from .configurations import Configuration
 from .quarters import by_quarter
 from .results import Answer, TaskResult
+from .samples import digest
 
 _PROBE_EVERY = 8
 LAYER_GROUPS = 5
@@ -50,6 +51,8 @@ class Score(msgspec.Struct, kw_only=True, omit_defaults=True):
     items: list[float] = []
     """A figure a sample, in their order: its score, the mean negative log-likelihood of its tokens,
     or the share of tokens that agree."""
+    items_of: str = ""
+    """Digest of the names of those samples; reports of before have none."""
 
     @property
     def interval(self) -> Interval:
@@ -199,6 +202,7 @@ def _score(
         attended_share=share,
         details=dict(found.details),
         items=[round(item, 5) for item in found.items],
+        items_of=digest([answer.name for answer in result.answers]),
     )
 
 

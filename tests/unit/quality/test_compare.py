@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.cli.commands import app
 from tandemkv.server.evaluation.quality.compare import compare, comparison_view
+from tandemkv.server.evaluation.quality.configurations import Configuration
+from tandemkv.server.evaluation.quality.results import Answer, TaskResult
+from tandemkv.server.evaluation.quality.summary import summarise
 
 ONES, HALF = [1.0] * 40, [1.0, 0.0] * 20
 
@@ -123,6 +126,35 @@ def test_what_cannot_be_compared_says_what_to_do(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         compare(*reports(tmp_path, **other))
+
+
+def test_parts_of_one_campaign_are_not_paired(tmp_path: Path) -> None:
+    """They are as many samples, and others."""
+    scores = [{"niah_single": world.score(ONES) | {"items_of": of}} for of in ("a", "b", "")]
+    one, other, old = (
+        world.write(tmp_path / f"{i}.json", [world.row("as served", each)])
+        for i, each in enumerate(scores)
+    )
+    with pytest.raises(SettingsError, match=r"niah_single: as many .* are others \(--part\)"):
+        compare(one, other)
+    assert compare(one, old)[0].tasks[0].verdict == "no difference seen"
+
+
+def test_a_score_tells_of_which_samples_it_is() -> None:
+    tasks = {"niah_single": {"samples_digest": "s", "measure": "score"}}
+    described = {"tasks": tasks, "num_kv_heads": 1, "head_dim": 2, "dtype": "float32"}
+    configuration = Configuration(
+        system="sglang", policy="dense", budget="all", attended_tokens=None, num_layers=1
+    )
+    found = []
+    for names in ("02", "13"):
+        answers = [Answer(name=name, score=1.0) for name in names]
+        result = TaskResult(
+            task="niah_single", samples_digest="s", digest="d", answers=answers, seconds=1.0
+        )
+        (row,) = summarise(described, [(configuration, {"niah_single": result})]).rows
+        found.append(row.scores["niah_single"].items_of)
+    assert len(set(found)) == 2
 
 
 def test_files_that_are_no_reports(tmp_path: Path) -> None:
