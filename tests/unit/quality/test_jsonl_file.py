@@ -106,6 +106,8 @@ def test_a_long_prompt_loses_its_middle(tmp_path: Path, inputs: TaskInputs) -> N
         ('{"input": "x", "outputs": ["1"]}\n{"input": "x"}', "line 2: not in the format of RULER"),
         ('{"problem": "x", "answer": "y"}', "line 1: not in the format of AIME"),
         ('{"input": "x", "context": "", "answers": [], "dataset": "new"}', "dataset=new has no"),
+        ('{"input": "x", "outputs": []}', r"line 1: .* a list of answers is required, not \[\]"),
+        ('{"input": "x", "outputs": "123"}', "line 1: .* a list of answers is required, not '123'"),
     ],
 )
 def test_errors_name_file_and_line(

@@ -152,7 +152,7 @@ def _longbench(path: Path, line: dict[str, Any]) -> Record:
     return Record(
         context=before.replace("{input}", asked) + str(line["context"]),
         question=after.replace("{input}", asked),
-        answers=[str(answer) for answer in line["answers"]],
+        answers=_references(line["answers"]),
         scorer=scorer,
         num_new_tokens=num_new_tokens,
     )
@@ -178,10 +178,16 @@ def _ruler(path: Path, line: dict[str, Any]) -> Record:
         context=context,
         question=newline + question,
         answer_prefix=prefix,
-        answers=[str(answer) for answer in line["outputs"]],
+        answers=_references(line["outputs"]),
         scorer="string_match_part" if "qa" in path.stem.lower() else "string_match_all",
         num_new_tokens=_RULER_TOKENS,
     )
+
+
+def _references(found: Any) -> list[str]:
+    if not isinstance(found, list) or not found:  # a text would be taken for a list of letters
+        raise ValueError(f"a list of answers is required, not {found!r:.40}")
+    return [str(answer) for answer in found]
 
 
 def _aime(_: Path, line: dict[str, Any]) -> Record:
