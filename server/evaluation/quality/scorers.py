@@ -77,7 +77,8 @@ def final_number(answer: str, references: Sequence[str]) -> float:
     r"""1 if the last ``\boxed{}``, or else the last number, is the reference (AIME)."""
     boxed = re.findall(r"\\boxed\{\s*([^{}]*?)\s*\}", answer)
     numbers = re.findall(r"\d+", boxed[-1] if boxed else answer)
-    return float(bool(numbers) and int(numbers[-1]) in {int(r) for r in references})
+    # As texts: Python refuses to read a number of more than 4300 digits, which a model may write.
+    return float(bool(numbers) and numbers[-1].lstrip("0") in {r.lstrip("0") for r in references})
 
 
 SCORERS: dict[str, Scorer] = {

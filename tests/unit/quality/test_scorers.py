@@ -33,6 +33,8 @@ from tandemkv.server.evaluation.quality.scorers import SCORERS
         ("final_number", "so 7, \\boxed{ 042 } as 9 shows", ["42"], 1.0),
         ("final_number", "first 42, then 7", ["42"], 0.0),
         ("final_number", "I do not know", ["42"], 0.0),
+        ("final_number", "it is 00", ["0"], 1.0),
+        ("final_number", "9" * 5000, ["42"], 0.0),
     ],
 )
 def test_score(scorer: str, answer: str, references: list[str], expected: float) -> None:
