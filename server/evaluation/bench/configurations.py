@@ -226,10 +226,12 @@ def from_grid(path: Path) -> dict[str, Configuration]:
     """Return a configuration on one GPU for each setting of a grid, by ``grid-`` and its name.
 
     Queries jump, so that every step fetches all it may: dummy weights would hide what a cap costs.
-    Raises `SettingsError` if the file or one of its settings is wrong.
+    Raises `SettingsError` if the file or one of its settings is wrong, or no figure can be named by
+    a setting, as by a policy of your own.
     """
     found = {}
     for name, values in read_grid(path, "cuda").items():
+        check_name(f"grid-{name}")
         selection = on_device(resolve_selection(values), "cuda")
         given = {f"selection.{key}": getattr(selection, key) for key in _OF_GRID} | {
             "selection.sample_tokens": selection.num_samples,

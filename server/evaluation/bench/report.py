@@ -26,7 +26,7 @@ OutOption = Annotated[
     Path | None, option("Report to write. Default: ./SUBCOMMAND.json.", metavar="FILE")
 ]
 
-_PATTERN, _LONGEST = r"^[a-z0-9_.+-]+$", 160
+_PATTERN, _LONGEST, _LONGEST_PART = r"^[a-z0-9_.+-]+$", 256, 110  # a ratio's has two parts
 Name = Annotated[str, msgspec.Meta(pattern=_PATTERN, max_length=_LONGEST)]
 
 
@@ -92,9 +92,9 @@ def check_name(name: str) -> None:
 
     Raises `SettingsError`.
     """
-    if not re.fullmatch(_PATTERN.strip("^$"), name) or len(name) > _LONGEST // 2:
+    if not re.fullmatch(_PATTERN.strip("^$"), name) or len(name) > _LONGEST_PART:
         raise SettingsError(
-            f"name={name}: lower-case letters, digits and _ . + - in at most {_LONGEST // 2} "
+            f"name={name}: lower-case letters, digits and _ . + - in at most {_LONGEST_PART} "
             "characters, for it is a part of figures' names"
         )
 

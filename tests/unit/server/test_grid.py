@@ -108,6 +108,14 @@ def test_other_texts_are_no_names() -> None:
         assert describe_setting(text) == text
 
 
+def test_bench_refuses_a_grid_whose_names_no_figure_can_have(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    layers = ",".join(map(str, range(40)))
+    path.write_text(f"points: [{{budget_tokens: 512, exact_layers: '{layers}'}}]")
+    with pytest.raises(SettingsError, match=r"name=grid-k512-.* at most 110 characters"):
+        from_grid(path)
+
+
 def test_bench_times_exactly_the_settings_that_the_grid_names(tmp_path: Path) -> None:
     """Resolved as on a GPU, so that its name and that of `quality --grid` there are one."""
     path = tmp_path / "grid.yaml"

@@ -16,6 +16,7 @@ from tandemkv.server.evaluation.bench.report import (
     Gpu,
     Report,
     Row,
+    check_name,
     make_report,
     read_report,
     without_paths,
@@ -43,6 +44,17 @@ def test_a_report_reads_back_as_written(tmp_path: Path) -> None:
 def test_two_rows_of_one_name_are_refused() -> None:
     with pytest.raises(BenchError, match="ratio are given twice"):
         make_report("decode", [*ROWS, ROWS[1]], command=[])
+
+
+def test_ratios_of_the_longest_names_are_written(tmp_path: Path) -> None:
+    """Else what was measured would be lost."""
+    for name in ("a" * 110, "b" * 110):
+        check_name(name)
+    figure = f"queued_tpot_ratio_{'a' * 110}_vs_{'b' * 110}_256x131072"
+    write_report(make_report("decode", [Row(figure, 1.0, "")], command=[]), tmp_path / "r.json")
+    assert read_report(tmp_path / "r.json").rows[0].figure == figure
+    with pytest.raises(SettingsError, match="at most 110 characters"):
+        check_name("a" * 111)
 
 
 def test_commands_lose_their_paths() -> None:
