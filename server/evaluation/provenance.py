@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ PACKAGES = (
 )
 """Packages whose versions are recorded where they are installed."""
 _CHILD_TIMEOUT_S = 180
+_PATH_IN_A_LIST = re.compile(r"(?<=[:,])(?:/(?!/)|~)[^,]*")
 
 
 class BenchError(TandemKVError):
@@ -62,15 +64,17 @@ def own_command() -> list[str]:
 def without_paths(command: Sequence[str]) -> list[str]:
     """Replace every absolute or home-relative path in `command` by its last part.
 
-    Also behind ``=``, as in ``--out=/tmp/x.json``.
+    Also behind ``=``, as in ``--out=/tmp/x.json``, and in a list, as in ``mass,file:/tmp/x.jsonl``.
     """
     cleaned = []
     for argument in command:
         head, equals, tail = argument.partition("=")
         if equals and tail.startswith(("/", "~")):
             cleaned.append(f"{head}={Path(tail).name}")
+        elif argument.startswith(("/", "~")):
+            cleaned.append(Path(argument).name)
         else:
-            cleaned.append(Path(argument).name if argument.startswith(("/", "~")) else argument)
+            cleaned.append(_PATH_IN_A_LIST.sub(lambda path: Path(path[0]).name, argument))
     return cleaned
 
 

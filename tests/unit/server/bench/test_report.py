@@ -62,6 +62,8 @@ def test_commands_lose_their_paths() -> None:
     assert without_paths(command) == [
         "tandemkv", "--out=x.json", "--model", "m", "y", "--points", "8x8k",
     ]  # fmt: skip
+    command = ["mass,file:/home/me/a.jsonl+late,file:~/b.jsonl", "--url", "http://127.0.0.1:30000"]
+    assert without_paths(command) == ["mass,file:a.jsonl+late,file:b.jsonl", *command[1:]]
 
 
 def test_a_written_report_names_no_path_host_or_user(
