@@ -45,6 +45,8 @@ p.note, header p { color: #555; max-width: 60rem }
 def write_campaign(out: Path, described: Mapping[str, Any]) -> dict[str, Any]:
     """Keep how results come about, and return it; tasks of earlier campaigns there stay in.
 
+    So do the texts that those were made from.
+
     Raises `SettingsError` if those are of another model, or of other weights of it.
     """
     path = out / CAMPAIGN_FILE
@@ -56,8 +58,10 @@ def write_campaign(out: Path, described: Mapping[str, Any]) -> dict[str, Any]:
                 f"({key} {before.get(key)}), and these would be of {described.get('model')} "
                 f"({described.get(key)}); give another --out"
             )
-    earlier = before["tasks"]
-    merged = {**described, "tasks": {**earlier, **described["tasks"]}}
+    merged = {**described, "tasks": {**before["tasks"], **described["tasks"]}}
+    if before["tasks"].keys() - described["tasks"].keys():
+        texts, earlier = described["corpus"], before["corpus"]
+        merged["corpus"] = [*texts, *(text for text in earlier if text not in texts)]
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
     return merged

@@ -280,6 +280,17 @@ def test_tasks_of_an_earlier_campaign_stay_in(out: Path) -> None:
     assert json.loads((out / "campaign.json").read_text())["date"] == "2026-02-03"
 
 
+def test_texts_of_tasks_that_stay_in_are_told(out: Path) -> None:
+    text, tasks = {"name": "other", "characters": 5, "sha256": "cd"}, DESCRIBED["tasks"]
+    one = {"corpus": [text], "tasks": {"mass": tasks["mass"]}}
+    write_campaign(out, DESCRIBED | one)
+    assert write_campaign(out, DESCRIBED | one)["corpus"] == [text, *DESCRIBED["corpus"]]
+    write_report(out, Console(file=io.StringIO()))
+    assert "Texts: other (cd), text (ab)." in (out / "report.md").read_text()
+    # Once all tasks are of other texts, those of before are nobody's.
+    assert write_campaign(out, DESCRIBED | {"corpus": [text]})["corpus"] == [text]
+
+
 def test_results_of_another_model_are_not_mixed_in(out: Path) -> None:
     for change in ({"model_hash": "other"}, {"dtype": "bfloat16"}):
         with pytest.raises(SettingsError, match="give another --out"):
