@@ -156,6 +156,35 @@ def test_a_later_turn_asks_the_same(inputs: TaskInputs) -> None:
         find_tasks(["perplexity+turn"])[0].samples(inputs)
 
 
+class CharacterTokenizer:
+    """A token a character, as texts without spaces nearly have."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("end", ["。", ""])
+def test_needles_are_spread_over_texts_without_spaces(inputs: TaskInputs, end: str) -> None:
+    sentences = "".join(chr(0x4E00 + i % 997) * 20 + end for i in range(400))
+    own = dataclasses.replace(
+        inputs,
+        prompts=PromptBuilder(CharacterTokenizer(), "raw"),  # type: ignore[arg-type]
+        corpus=Corpus({"text": sentences}),
+        context_tokens=4096,
+        num_samples=8,
+    )
+    needles, keys = find_tasks(["niah_single", "niah_eight_keys"])
+    if end:  # else the text is one sentence
+        assert all(len(sample.prompt_ids) > 4000 for sample in needles.samples(own))
+    text = own.prompts.tokenizer.decode(keys.samples(own)[0].context_ids)
+    places = [found.start() / len(text) for found in re.finditer("One of the special", text)]
+    assert len(places) == 8
+    assert all(i / 8 - 0.1 < place < (i + 1) / 8 + 0.1 for i, place in enumerate(places))
+
+
 def test_chat_puts_the_question_into_the_turn_and_the_prefix_after_it(inputs: TaskInputs) -> None:
     prompts = PromptBuilder(inputs.prompts.tokenizer, "chat")
     (task,) = find_tasks(["niah_single"])

@@ -22,6 +22,9 @@ DEPTHS = tuple(i / 39 for i in range(40))
 """RULER inserts needles at 40 evenly spaced depths between beginning and end."""
 
 _LONGEST_WORDS = 30
+ENDS = (".", "!", "?", "。", "！", "？")
+"""Of sentences; no space follows the last three, of Chinese and Japanese."""
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*")
 _ADJECTIVES = (
     "ancient bitter brave bright calm clever cold curious dusty eager early faint fierce fresh "
     "gentle golden grand hollow humble icy jolly keen lazy little lively loud mellow mild misty "
@@ -92,7 +95,7 @@ def insert(pieces: Sequence[str], needles: Sequence[str], depths: Sequence[float
 def _split(text: str) -> list[str]:
     """Sentences; long ones, such as source code, in pieces of `_LONGEST_WORDS`."""
     found = []
-    for sentence in re.split(r"(?<=[.!?])\s+", text.strip()):
+    for sentence in _SENTENCE_END.split(text.strip()):
         words = sentence.split()
         found += [
             " ".join(words[i : i + _LONGEST_WORDS]) for i in range(0, len(words), _LONGEST_WORDS)

@@ -18,6 +18,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.quality.samples import Sample
 from tandemkv.server.evaluation.tokenizing import Prompt, Tokenizer
 
+from . import haystack
 from .base import Task, TaskInputs, question_sample
 
 QUESTIONS = 8
@@ -128,6 +129,7 @@ class _Body:
             self._refuse(self._length - room)
         text = self._text(room)
         ends = [i + 1 for i, token in enumerate(text) if _is_end(self._tokenizer, token)]
+        ends = ends or list(range(room))  # of a language without such ends, any place
         found: list[int] = []
         last = 0
         for i, fact in enumerate(facts):
@@ -181,4 +183,4 @@ def _encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1 << 18)
 def _is_end(tokenizer: Tokenizer, token: int) -> bool:
     """Whether a token ends a line or a sentence."""
-    return tokenizer.decode([token]).endswith(("\n", ".", "!", "?"))
+    return tokenizer.decode([token]).endswith(("\n", *haystack.ENDS))
