@@ -177,8 +177,11 @@ def test_needles_are_spread_over_texts_without_spaces(inputs: TaskInputs, end: s
         num_samples=8,
     )
     needles, keys = find_tasks(["niah_single", "niah_eight_keys"])
-    if end:  # else the text is one sentence
+    if end:
         assert all(len(sample.prompt_ids) > 4000 for sample in needles.samples(own))
+    else:  # the text is one sentence, and a prompt without it no haystack
+        with pytest.raises(SettingsError, match=r"niah_single: the prompt has .* texts with"):
+            needles.samples(own)
     text = own.prompts.tokenizer.decode(keys.samples(own)[0].context_ids)
     places = [found.start() / len(text) for found in re.finditer("One of the special", text)]
     assert len(places) == 8

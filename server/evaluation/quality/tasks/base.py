@@ -114,7 +114,8 @@ def fitting(
     `build` makes a prompt with n pieces of padding; longer with n, n = 0 being the shortest.
     `sizes` are lengths of the pieces in characters, or in any other unit, and begin anew when they
     run out: the nearer they are to being proportional to tokens, the fewer prompts are made. The
-    error names `what`. Raises `SettingsError` if the prompt without padding is too long already.
+    error names `what`. Raises `SettingsError` if the prompt without padding is too long already, or
+    a piece is so long that the prompt has less than half of `limit`.
     """
     known = {0: build(0)}
     if len(known[0]) > limit:
@@ -148,4 +149,9 @@ def fitting(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+    if 2 * len(known[low]) < limit:
+        raise SettingsError(
+            f"{what}: the prompt has {len(known[low])} tokens, and the next piece of text is more "
+            f"than context_tokens={limit} leaves; give texts with spaces or sentences"
+        )
     return known[low], low
