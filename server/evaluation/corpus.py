@@ -175,17 +175,21 @@ def _origin(module: str) -> Path:
     return Path(spec.origin)
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file.
+def read_text(path: Path, what: str = "corpus") -> str:
+    """Return the text of a UTF-8 file; `what` was given as the file.
 
     Raises `SettingsError` if it cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"corpus {path}: cannot be read ({error.strerror})") from error
+        raise SettingsError(
+            f"{what} {path}: cannot be read ({error.strerror}); give a text file"
+        ) from error
     except UnicodeDecodeError as error:
-        raise SettingsError(f"corpus {path}: not UTF-8 text ({error.reason})") from error
+        raise SettingsError(
+            f"{what} {path}: not UTF-8 text ({error}); convert it, and unpack what is compressed"
+        ) from error
 
 
 def package_source(package: str) -> str:

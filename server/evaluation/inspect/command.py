@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.settings.flags import RANK_FLAGS, ROW_FLAGS, with_flags
 from tandemkv.server.settings.sources import Sourced, load_settings
@@ -29,18 +28,13 @@ def inspect(
 
     Serves the prompt once, with the given settings, and records every decode step.
     """
+    from tandemkv.server.evaluation.corpus import read_text
+
     from .run import inspect_prompt
 
     flags["model"] = Sourced(model, "MODEL")
     settings = load_settings(flags, os.environ, config)
-    try:
-        text = prompt_file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(
-            f"--prompt-file {prompt_file}: cannot be read ({error.strerror}); give a text file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"--prompt-file {prompt_file}: not UTF-8 text ({error})") from error
+    text = read_text(prompt_file, "--prompt-file")
     console = Console(stderr=True, highlight=False)
     with console.status(f"serving the prompt with {settings.selection.policy} ..."):
         found = inspect_prompt(settings, text, max_new_tokens=max_new_tokens)

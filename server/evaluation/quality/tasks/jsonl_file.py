@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.corpus import read_text
 from tandemkv.server.evaluation.quality.samples import Sample
 from tandemkv.server.evaluation.tokenizing import Prompt
 
@@ -100,14 +101,7 @@ def jsonl_task(path: Path) -> Task:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        texts = path.read_text(encoding="utf-8").split("\n")  # not at what JSON may have in texts
-    except OSError as error:
-        raise SettingsError(f"task file:{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(
-            f"task file:{path}: not UTF-8 text ({error}); convert it, and unpack what is compressed"
-        ) from error
+    texts = read_text(path, "task file").split("\n")  # not at what JSON may have in texts
     found = []
     for number, text in enumerate(texts, 1):
         if not text.strip():
