@@ -13,6 +13,7 @@ from tandemkv.cache_rank.policies.registry import find_policy, read_by, resolve_
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.index_channels import num_index_channels
 from tandemkv.server.evaluation.grid import describe_setting, read_grid, setting_name
+from tandemkv.server.evaluation.provenance import without_paths
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 from .configurations import Configuration, Setting, exact_among, knows_question
@@ -20,6 +21,11 @@ from .configurations import Configuration, Setting, exact_among, knows_question
 AS_SERVED = "as served"
 """Budget of the configuration that `serve` chooses."""
 
+_AS_THEY_ARE = {
+    *("policy", "budget_tokens", "resident_factor", "index_dtype", "num_sink_tokens"),
+    *("num_recent_tokens", "refresh_every", "dense_tokens", "dense_batch_tokens", "seed_window"),
+    *("pooling", "pool_before", "pool_after", "share_layers"),
+}
 Resolve = Callable[[ServeSettings], ServeSettings]
 """Decides what is open, by the function that `serve` calls."""
 
@@ -75,35 +81,27 @@ def open_configuration(
 def named(settings: ServeSettings) -> dict[str, Setting]:
     """Return every setting that matters to a result, as `serve` would start with it.
 
-    Nothing of `settings` is open.
+    Of files the names, without folders. Nothing of `settings` is open.
     """
     selection, placement = settings.selection, settings.rank_settings.placement
     channels = num_index_channels(selection)
     return {
         "setting": setting_name(selection),
-        "policy": selection.policy,
-        "budget_tokens": selection.budget_tokens,
-        "resident_factor": selection.resident_factor,
+        **selection.model_dump(mode="json", include=_AS_THEY_ARE),
         "fetch_cap": selection.fetch_cap_tokens,
         "sample_tokens": selection.num_samples,
-        "index_dtype": selection.index_dtype,
-        # Only where there is a file: reports of before are read on.
+        # Only where they are given: reports of before are read on.
         **({} if channels is None else {"index_channels": channels}),
+        **({"anchors": list(selection.anchors)} if selection.anchors else {}),
+        **({"calibration": Path(selection.calibration).name} if selection.calibration else {}),
         "predictor_dtype": selection.predictor_dtype_of(on_second_gpu=placement.has_far_pool),
         "exact_layers": list(selection.exact_layer_ids),
         "late_layers": selection.num_late,
-        "num_sink_tokens": selection.num_sink_tokens,
-        "num_recent_tokens": selection.num_recent_tokens,
         "attended_tokens": selection.row_tokens,
-        "refresh_every": selection.refresh_every,
-        "dense_tokens": selection.dense_tokens,
-        "dense_batch_tokens": selection.dense_batch_tokens,
-        "seed_window": selection.seed_window,
-        "pooling": selection.pooling,
-        "pool_before": selection.pool_before,
-        "pool_after": selection.pool_after,
-        "share_layers": selection.share_layers,
-        "options": msgspec.to_builtins(dict(selection.options)),
+        "options": {
+            key: without_paths([value])[0] if isinstance(value, str) else value
+            for key, value in msgspec.to_builtins(dict(selection.options)).items()
+        },
         "link": placement.link,
         "tensor_parallel": settings.tensor_parallel,
         "max_running_requests": settings.max_running_requests,

@@ -185,6 +185,19 @@ def test_as_served_takes_what_serve_would_take(
         prepared("cpu", "cache.capacity_tokens=512", policy=None, bare=True, as_served=True)
 
 
+def test_settings_name_anchors_and_files_without_their_folders() -> None:
+    def settings(**selection: object) -> dict[str, object]:
+        given = {"model": "m", "device": "cpu", "selection": selection}
+        return named(ServeSettings.model_validate(given))
+
+    one, other = (settings(policy="kascade", anchors=anchors) for anchors in ([2, 5], [2, 6]))
+    assert differences(one, other) == {"anchors": ([2, 5], [2, 6])}
+    assert settings(policy="kascade", calibration="/home/me/k.json")["calibration"] == "k.json"
+    found = settings(policy="look_ahead", options={"predictor": "/home/me/fit.safetensors"})
+    assert found["options"] == {"predictor": "fit.safetensors"}
+    assert "anchors" not in found
+
+
 def test_dense_against_dense_is_told() -> None:
     """`serve` on a GPU may attend to everything for prompts as short as these."""
     told = dense_note({"dense_tokens": 34000}, 32768, 4)
