@@ -64,11 +64,9 @@ def read_grid(
     try:
         found = GridFile.model_validate(read_yaml(path, "--grid"))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "the file"
         raise SettingsError(
-            f"--grid {path}: {key}: {first['msg']}; it has `points`, a list of settings of the "
-            "group selection with their values, and optionally `streaming`"
+            f"--grid {path}: {explained(error, 'the file')}; it has `points`, a list of settings "
+            "of the group selection with their values, and optionally `streaming`"
         ) from error
     entries = [
         _joined(base or {}, values)
@@ -156,8 +154,15 @@ def _checked(path: Path, values: Mapping[str, Any], device: str) -> SelectionSet
     except PolicyError as error:
         raise SettingsError(f"--grid {path}: {given}: {error}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-        raise SettingsError(f"--grid {path}: {given}: {first}") from error
+        raise SettingsError(f"--grid {path}: {given}: {explained(error, 'selection')}") from error
+
+
+def explained(error: ValidationError, whole: str) -> str:
+    """Return what is wrong, with the key of each setting, or `whole` for all of them together."""
+    return "; ".join(
+        f"{'.'.join(map(str, item['loc'])) or whole}: {item['msg'].removeprefix('Value error, ')}"
+        for item in error.errors(include_url=False)
+    )
 
 
 def setting_name(selection: SelectionSettings) -> str:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
-from tandemkv.server.evaluation.grid import read_grid, read_yaml
+from tandemkv.server.evaluation.grid import explained, read_grid, read_yaml
 from tandemkv.server.launch.sglang_command import sglang_argv, sglang_env
 from tandemkv.server.plan.pages import LONG_PAGE_TOKENS, on_device
 from tandemkv.server.plan.placement_choice import with_late_layers
@@ -216,9 +216,8 @@ def load_configurations(path: Path | None) -> dict[str, Configuration]:
         try:
             table[str(name)] = Configuration.model_validate(entry)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            key = ".".join(map(str, first["loc"]))
-            raise SettingsError(f"--configurations {path}: {name}.{key}: {first['msg']}") from None
+            why = explained(error, "settings")
+            raise SettingsError(f"--configurations {path}: {name}.{why}") from None
     return table
 
 

@@ -20,6 +20,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
     SelectionSettings,
     default_samples,
 )
+from tandemkv.server.evaluation.grid import explained
 
 DENSE = "dense"
 System = Literal["tandemkv", "sglang", "kvpress"]
@@ -303,13 +304,7 @@ def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:
     try:
         return resolve_selection({**values, "policy": policy})
     except ValidationError as error:
-        raise SettingsError(
-            "; ".join(
-                f"{'.'.join(map(str, item['loc'])) or 'selection'}: "
-                f"{item['msg'].removeprefix('Value error, ')}"
-                for item in error.errors(include_url=False)
-            )
-        ) from error
+        raise SettingsError(explained(error, "selection")) from error
 
 
 def _given(settings: SelectionSettings) -> dict[str, Setting]:

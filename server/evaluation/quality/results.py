@@ -99,11 +99,6 @@ def write_result(folder: Path, result: TaskResult) -> None:
     partial.replace(path)
 
 
-def remove_result(folder: Path, task: str) -> None:
-    """Remove the result of a task, which is there."""
-    (folder / f"{task}.json").unlink()
-
-
 def read_result(folder: Path, task: str) -> TaskResult | None:
     """Return the result of a task, None if there is none.
 

@@ -29,7 +29,6 @@ from .results import (
     MEASURED,
     TaskResult,
     read_result,
-    remove_result,
     with_measured,
     write_configuration,
     write_result,
@@ -161,7 +160,7 @@ class _Run:
                 self._advance(campaign.asked(task.name))
             elif kept is not None:
                 self._say(configuration, task, "kept result is of another setting, measured again")
-                remove_result(folder, task.name)  # no report is to have it, if that fails
+                (folder / f"{task.name}.json").unlink()  # no report is to have it, if that fails
         pending = [task for task in tasks if task.name not in done]
         errors: list[str] = []
         for probes in (False, True):

@@ -56,7 +56,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     """Write one JSON line a sample."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples))
+    path.write_bytes(msgspec.json.Encoder().encode_lines(samples))
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -65,8 +65,7 @@ def read_samples(path: Path) -> list[Sample]:
     Raises `SettingsError` if the file is not there or not of this form.
     """
     try:
-        lines = path.read_bytes().splitlines()
-        return [msgspec.json.decode(line, type=Sample) for line in lines if line.strip()]
+        return msgspec.json.Decoder(Sample).decode_lines(path.read_bytes())
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read ({error.strerror})") from error
     except msgspec.DecodeError as error:
