@@ -228,7 +228,10 @@ def _output_ids(found: Mapping[str, Any]) -> list[int]:
 
 
 def _read_probes(server: RunningServer) -> Probes | None:
-    """Average the probes over heads and layers, per step and request."""
+    """Average the probes over heads and layers, per step and request; each row's steps together.
+
+    An interval takes neighbours for steps of one request (`block_interval`).
+    """
     if server.probe_file is None:
         return None
     text = server.probe_file.read_text() if server.probe_file.exists() else ""
@@ -237,7 +240,7 @@ def _read_probes(server: RunningServer) -> Probes | None:
     steps: dict[tuple[int, int], list[dict[str, Any]]] = {}
     layers: dict[int, list[float]] = {}
     for line in map(json.loads, text.splitlines()):
-        steps.setdefault((line["decode_step"], line["row"]), []).append(line)
+        steps.setdefault((line["row"], line["decode_step"]), []).append(line)
         layers.setdefault(line["layer"], []).append(float(np.mean(line["mass"])))
     means = {
         key: [float(np.mean([line[key] for line in group])) for _, group in sorted(steps.items())]

@@ -39,7 +39,10 @@ class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
 
 
 class Probes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Attention mass, means over heads and measured layers, one value a probed step and request."""
+    """Attention mass, means over heads and measured layers, one value a probed step and request.
+
+    Steps of a request are neighbours.
+    """
 
     mass: list[float]
     oracle_mass: list[float]

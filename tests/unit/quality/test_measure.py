@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,6 +173,18 @@ def test_probes_are_averaged_by_step_and_layer(tmp_path: Path, fake_server: Any)
     assert probes.oracle_mass == [1.0, 1.0]
     assert probes.mass_by_layer == pytest.approx({"2": 0.4, "3": 1.0})
     assert ask(fake_server(probe_file=tmp_path / "no"), [forcing("probe")]).probes is None
+
+
+def test_probes_of_one_request_are_neighbours(tmp_path: Path, fake_server: Any) -> None:
+    """Whatever is decoded beside it: the interval takes blocks of neighbours."""
+    path = tmp_path / "probes.jsonl"
+    with path.open("w") as file:
+        for step, row in itertools.product((8, 16), (1, 2)):
+            line = {key: [row + step / 100] for key in ("mass", "oracle_mass", "recall")}
+            file.write(json.dumps({"decode_step": step, "row": row, "layer": 2, **line}) + "\n")
+    probes = ask(fake_server(probe_file=path), [forcing("probe")]).probes
+    assert probes is not None
+    assert probes.mass == pytest.approx([1.08, 1.16, 2.08, 2.16])
 
 
 @pytest.mark.parametrize("is_stock", [False, True])
