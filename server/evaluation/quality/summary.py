@@ -134,6 +134,16 @@ def _row_bytes(described: Mapping[str, Any], configuration: Configuration) -> in
     return int(2 * described["head_dim"] * item_bytes)
 
 
+def _parts_told(configuration: Configuration) -> int:
+    """Return of how many parts of the model the counted one stands for selection.
+
+    Where every tensor-parallel rank has an engine in its process, the first one's alone is asked.
+    """
+    parts = configuration.resolved.get("tensor_parallel")
+    is_first_alone = configuration.resolved.get("link") == "local"
+    return parts if is_first_alone and isinstance(parts, int) else 1
+
+
 def _row(
     configuration: Configuration,
     results: Mapping[str, TaskResult],
@@ -149,7 +159,8 @@ def _row(
     ]
     nothing = 0.0 if configuration.system == "tandemkv" else None
     steps = sum(count for _, count in moved)
-    mean_moved = sum(rows * count for rows, count in moved) / steps if moved else nothing
+    told = _parts_told(configuration)
+    mean_moved = sum(told * rows * count for rows, count in moved) / steps if moved else nothing
     return Row(
         **{name: getattr(configuration, name) for name in _OF_CONFIGURATION},
         settings=dict(configuration.resolved),
@@ -289,7 +300,7 @@ def _share(configuration: Configuration, result: TaskResult, num_kv_heads: int) 
     context = counters.get("inference.context_tokens_total")
     if configuration.remote_tokens and context and configuration.num_selecting:
         # By all cache ranks, each for its heads.
-        there = counters.get("cache.attended_by_policy_total", 0.0)
+        there = counters.get("cache.attended_by_policy_total", 0.0) * _parts_told(configuration)
         share += there / (num_kv_heads * configuration.num_selecting) / context
     return configuration.attended_share(min(1.0, share))
 

@@ -179,6 +179,18 @@ def test_rows_that_moved_have_the_size_in_which_they_are_kept(kv_dtype: str, kib
     assert row.moved_kib == pytest.approx(kib)
 
 
+@pytest.mark.parametrize(("link", "rows"), [("local", 8.0), ("shared", 4.0)])
+def test_rows_that_moved_are_of_all_heads(link: str, rows: float) -> None:
+    """In SGLang's processes the first rank alone is asked, whose heads are half of them."""
+    one = Configuration(
+        system="tandemkv", policy="look_ahead", budget="512", attended_tokens=30, num_layers=10,
+        resolved={"link": link, "tensor_parallel": 2},
+    )  # fmt: skip
+    found = result("perplexity", nlls(2.0), fetched_rows_per_step=4.0, request_steps=5.0)
+    (row,) = summarise(DESCRIBED, [(one, {"perplexity": found})]).rows
+    assert row.moved_rows == pytest.approx(rows)
+
+
 def test_tokens_attended_to_on_the_cache_rank_count_in_the_share() -> None:
     there = Configuration(
         system="tandemkv", policy="lfps", budget="512", attended_tokens=30, num_layers=10,
