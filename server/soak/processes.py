@@ -80,7 +80,7 @@ class ServerProcesses:
         for connection in psutil.net_connections("tcp"):
             if connection.status != psutil.CONN_LISTEN or not connection.laddr:
                 continue
-            if connection.laddr.port == parts.port and connection.pid:
+            if connection.laddr.port == (parts.port or 80) and connection.pid:
                 process = psutil.Process(connection.pid)
                 parent = process.parent()
                 is_launched = parent is not None and "serve" in parent.cmdline()

@@ -60,6 +60,7 @@ def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path 
     there; `SoakError` if it is not ready.
     """
     _check_address(url)
+    url = url.rstrip("/")
     client = Client(
         url,
         api_key=read_key(api_key_file, "--api-key-file") if api_key_file else None,

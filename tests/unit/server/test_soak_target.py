@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -35,6 +37,25 @@ def argv_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
     with pytest.raises(_Started), started_target("m", arguments, faults=""):
         pass
     return seen[seen.index("serve") + 1 :]
+
+
+def test_an_address_may_end_in_a_slash_and_leave_out_port_80(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def state(url: str, _: float) -> ServerState:
+        asked.append(url)
+        return ServerState(reachable=True, ready=True, detail="")
+
+    listening = SimpleNamespace(
+        status=psutil.CONN_LISTEN, laddr=SimpleNamespace(port=80), pid=os.getpid()
+    )
+    monkeypatch.setattr(target_module, "server_state", state)
+    monkeypatch.setattr(psutil, "net_connections", lambda _: [listening])
+    found = running_target("http://127.0.0.1/", api_key_file=None, admin_key_file=None)
+    assert [found.url] == asked == ["http://127.0.0.1"]
+    assert found.processes is not None
 
 
 def test_arguments_for_sglang_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
