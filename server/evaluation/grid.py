@@ -40,7 +40,7 @@ _IN_NAME = {
     *("policy", "declared", "budget_tokens", "resident_factor", "fetch_cap", "sample_tokens"),
     *("index_dtype", "exact_layers"),
 }
-_SHARE_OF_K = re.compile(r"K(?:/(\d+))?")
+_SHARE_OF_K = re.compile(r"K(?:/([1-9]\d*))?")
 
 
 class GridFile(BaseModel):

@@ -76,6 +76,7 @@ def test_streaming_is_named_by_its_tokens(tmp_path: Path) -> None:
         ("points: [{budget_tokens: 20}]", "raise --budget-tokens"),
         ("points: [{policy: none_such}]", "is unknown"),
         ("points: [", "cannot be read"),
+        ("points: [{budget_tokens: 64, fetch_cap: K/0}]", "fetch_cap: Input should be a valid int"),
     ],
 )
 def test_errors_name_the_file_and_the_entry(tmp_path: Path, text: str, message: str) -> None:
