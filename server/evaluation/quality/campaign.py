@@ -106,6 +106,7 @@ class Campaign:
         settings = self.settings_of(configuration).model_dump(mode="json")
         for local in _LOCAL:
             del settings[local]
+        del settings["cache"]["capacity_tokens"]  # follows the longest prompt of all tasks
         if configuration.system == "sglang":  # it knows nothing of these
             for group in ("selection", "exchange"):
                 del settings[group]

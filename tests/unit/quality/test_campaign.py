@@ -38,6 +38,7 @@ CONFIG = {
 }
 
 
+TASK = "niah_single"
 Prepare = Callable[..., Campaign]
 
 
@@ -166,6 +167,15 @@ def test_what_is_compared_with_dense_s_text_is_of_dense_s_settings(prepared: Pre
     found = [prepared("cpu", tasks=tasks, dense_args=text) for text in ("", "--page-size 2")]
     digests = [{c.digest_of(c.configurations[1], task) for c in found} for task in tasks]
     assert [len(each) for each in digests] == [2, 1]
+
+
+def test_a_longer_task_beside_it_does_not_have_a_task_measured_again(prepared: Prepare) -> None:
+    """There is room for the longest prompt of all, which changes no answer."""
+    alone, beside = (prepared("cpu", tasks=tasks) for tasks in ((TASK,), (TASK, "perplexity")))
+    assert alone.base.cache.capacity_tokens < beside.base.cache.capacity_tokens
+    assert alone.digest_of(alone.configurations[1], TASK) == beside.digest_of(
+        beside.configurations[1], TASK
+    )
 
 
 def test_as_served_takes_what_serve_would_take(
