@@ -33,6 +33,7 @@ from tandemkv.server.settings.sources import Sourced, load_settings, read_assign
 from .configurations import Configuration, parse_budgets, plan
 from .prompts import Prompts
 from .request import Request, names_in
+from .results import TaskResult
 from .samples import Sample, digest, write_samples
 from .served import (
     AS_SERVED,
@@ -103,6 +104,17 @@ class Campaign:
 
     def digest_of(self, configuration: Configuration, task: str) -> str:
         """Return the digest under which a result counts."""
+        about = self.prompts.tasks[task]
+        is_compared = about["measure"] == "agreement"
+        return self._digest(configuration, about["samples_digest"], is_compared=is_compared)
+
+    def is_of(self, configuration: Configuration, kept: TaskResult) -> bool:
+        """Whether the result of another campaign, on its own samples, is of these settings."""
+        is_compared = any(answer.agrees is not None for answer in kept.answers)
+        digest = self._digest(configuration, kept.samples_digest, is_compared=is_compared)
+        return kept.digest == digest
+
+    def _digest(self, configuration: Configuration, samples: str, *, is_compared: bool) -> str:
         settings = self.settings_of(configuration).model_dump(mode="json")
         for local in _LOCAL:
             del settings[local]
@@ -121,11 +133,11 @@ class Campaign:
             more.append(list(dense_argv))
         if configuration.system != "sglang":
             more += _contents(self.settings_of(configuration), self.spec)
-        about = self.prompts.tasks[task]
-        if about["measure"] == "agreement" and not configuration.is_dense:
+        if is_compared and not configuration.is_dense:
             # It is with what dense wrote, which is measured again where its own settings change.
-            more += [self.digest_of(each, task) for each in self.configurations if each.is_dense]
-        return digest(about["samples_digest"], configured, settings, self.spec.model_hash, *more)
+            dense = [each for each in self.configurations if each.is_dense]
+            more += [self._digest(each, samples, is_compared=True) for each in dense]
+        return digest(samples, configured, settings, self.spec.model_hash, *more)
 
     def applies(self, configuration: Configuration, task: Task) -> bool:
         """Whether a task says anything: mass needs what is attended to, on the inference rank."""

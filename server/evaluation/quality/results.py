@@ -118,6 +118,11 @@ def read_result(folder: Path, task: str) -> TaskResult | None:
         ) from error
 
 
+def result_files(folder: Path) -> list[Path]:
+    """Return the files of a configuration's results, one a task."""
+    return sorted(path for path in folder.glob("*.json") if path.name != CONFIGURATION_FILE)
+
+
 def read_runs(runs: Path) -> list[tuple[Configuration, dict[str, TaskResult]]]:
     """Return every configuration below `runs` with its results, dense first, then by name.
 
@@ -129,7 +134,7 @@ def read_runs(runs: Path) -> list[tuple[Configuration, dict[str, TaskResult]]]:
             configuration = msgspec.json.decode(path.read_bytes(), type=Configuration)
         except msgspec.DecodeError as error:
             raise SettingsError(f"{path}: not a configuration of this version ({error})") from error
-        names = sorted(p.stem for p in path.parent.glob("*.json") if p != path)
+        names = [file.stem for file in result_files(path.parent)]
         results = ((name, read_result(path.parent, name)) for name in names)
         found.append((configuration, {name: each for name, each in results if each is not None}))
     if not found:

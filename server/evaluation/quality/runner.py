@@ -29,6 +29,7 @@ from .results import (
     MEASURED,
     TaskResult,
     read_result,
+    result_files,
     with_measured,
     write_configuration,
     write_result,
@@ -44,6 +45,7 @@ from .servers import (
 )
 from .tasks.base import Task
 
+_OTHER_SETTING = "kept result is of another setting, measured again"
 _Results = dict[str, TaskResult]
 _Continuations = dict[str, dict[str, list[int]]]
 
@@ -159,8 +161,9 @@ class _Run:
                 done[task.name] = kept
                 self._advance(campaign.asked(task.name))
             elif kept is not None:
-                self._say(configuration, task, "kept result is of another setting, measured again")
+                self._say(configuration, task.name, _OTHER_SETTING)
                 (folder / f"{task.name}.json").unlink()  # no report is to have it, if that fails
+        self._set_others_aside(configuration)
         pending = [task for task in tasks if task.name not in done]
         errors: list[str] = []
         for probes in (False, True):
@@ -176,6 +179,18 @@ class _Run:
             self._dense.set_result(_continuations(done))
         if errors:
             raise MeasurementError("; ".join(errors))
+
+    def _set_others_aside(self, configuration: Configuration) -> None:
+        """Leave out of the row what an earlier campaign of other tasks measured otherwise."""
+        folder = self._campaign.runs / configuration.slug
+        for path in result_files(folder):
+            kept = read_result(folder, path.stem)
+            if kept is None or path.stem in self._campaign.prompts.tasks:
+                continue
+            if not self._campaign.is_of(configuration, kept):
+                path.rename(path.with_suffix(".other"))
+                text = f"is of another setting, kept as {path.stem}.other and left out of reports"
+                self._say(configuration, path.stem, text)
 
     def _on_one_server(
         self, configuration: Configuration, tasks: Sequence[Task], done: _Results, *, probes: bool
@@ -229,7 +244,7 @@ class _Run:
                 "--budgets"
             )
         write_result(campaign.runs / configuration.slug, result)
-        self._say(configuration, task, f"{result.seconds:.0f} s")
+        self._say(configuration, task.name, f"{result.seconds:.0f} s")
         return result
 
     def _server(
@@ -254,8 +269,8 @@ class _Run:
             work = sum(map(work_of, samples))
             self._progress.update(self._bar, advance=work, answers=self._answers)
 
-    def _say(self, configuration: Configuration, task: Task, text: str) -> None:
-        line = f"{configuration.slug}  {task.name}  {text}"
+    def _say(self, configuration: Configuration, task: str, text: str) -> None:
+        line = f"{configuration.slug}  {task}  {text}"
         self._console.print(line, markup=False, soft_wrap=True)
 
 

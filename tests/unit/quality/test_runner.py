@@ -178,6 +178,26 @@ def test_other_settings_or_samples_are_measured_again(
     assert all(len(server.asked) == 6 for _, server in started)
 
 
+def test_a_row_has_no_results_of_other_settings_from_an_earlier_campaign(
+    campaign: Campaign, started: list[Any]
+) -> None:
+    run(campaign)
+    tasks = find_tasks(["niah_single"])
+    samples = {"niah_single": list(campaign.prompts.samples["niah_single"])}
+    next_one = dataclasses.replace(
+        campaign, tasks=tasks, prompts=prompts_of(campaign.request, samples)
+    )
+    started.clear()
+    run(next_one)
+    assert not started
+    assert all(set(found) == set(TASKS) for _, found in read_runs(campaign.runs))
+    base = campaign.base.model_copy(update={"max_running_requests": 3})
+    text = run(dataclasses.replace(next_one, base=base))
+    assert "perplexity  is of another setting, kept as perplexity.other" in text
+    assert all(set(found) == {"niah_single"} for _, found in read_runs(campaign.runs))
+    assert (campaign.runs / "tandemkv-streaming-200" / "continuation.other").is_file()
+
+
 def test_nothing_is_measured_again_for_what_it_does_not_read(
     campaign: Campaign, started: list[Any]
 ) -> None:
