@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -83,12 +83,12 @@ def kinds(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
     for kind in sorted({outcome.request.kind for outcome in outcomes}):
         mine = [each for each in outcomes if each.request.kind == kind]
         whole = [each for each in mine if each.ending == "complete" and each.status == 200]
-        times = sorted(each.ended - each.started for each in whole)
+        times = [each.ended - each.started for each in whole]
         found[kind] = {"sent": len(mine), "answered": len(times)}
         if times:
             found[kind] |= {
                 "median_s": round(statistics.median(times), 3),
-                "p95_s": round(times[math.ceil(0.95 * len(times)) - 1], 3),
+                "p95_s": round(float(np.percentile(times, 95, method="inverted_cdf")), 3),
             }
     return found
 

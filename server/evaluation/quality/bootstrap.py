@@ -38,9 +38,7 @@ def mean_interval(values: ArrayLike) -> Interval:
 
     With one value the interval is that value: it says nothing.
     """
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"values of shape {array.shape}: a non-empty vector is required")
+    array = _vector(values)
     chosen = np.random.default_rng(0).integers(0, array.size, size=(DRAWS, array.size))
     return _interval(float(array.mean()), array[chosen].mean(axis=1))
 
@@ -78,6 +76,13 @@ def paired_interval(scores: ArrayLike, reference: ArrayLike) -> Interval:
     )
 
 
+def _vector(values: ArrayLike) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"values of shape {array.shape}: a non-empty vector is required")
+    return array
+
+
 def _are_binary(values: NDArray[np.float64]) -> bool:
     return bool(np.isin(values, (0.0, 1.0)).all())
 
@@ -95,9 +100,7 @@ def block_interval(series: Sequence[ArrayLike], *, block: int = BLOCK_TOKENS) ->
     total: NDArray[np.float64] = np.zeros(DRAWS)
     means = []
     for values in series:
-        array = np.asarray(values, dtype=np.float64)
-        if array.ndim != 1 or array.size == 0:
-            raise ValueError(f"series of shape {array.shape}: a non-empty vector is required")
+        array = _vector(values)
         starts = np.arange(0, array.size, block)
         sums = np.add.reduceat(array, starts)
         sizes = np.diff(np.append(starts, array.size))

@@ -151,22 +151,13 @@ class Request:
     def contexts(self) -> tuple[int, ...]:
         """`context_tokens` as numbers.
 
-        Raises `SettingsError` if one is no number of tokens, or less than 256.
+        Raises `SettingsError` if one is no length of a context, or there is none.
         """
-        found = []
-        for text in names_in(self.context_tokens):
-            try:
-                tokens = int(read_token_count(text))
-            except ValueError as error:
-                raise SettingsError(f"context_tokens={self.context_tokens}: {error}") from error
-            if tokens < LEAST_CONTEXT or tokens in found:
-                raise SettingsError(
-                    f"context_tokens={self.context_tokens}: each once, and at least {LEAST_CONTEXT}"
-                )
-            found.append(tokens)
-        if not found:
-            raise SettingsError("context_tokens: none given; e.g. 4096, or 8k,16k,32k")
-        return tuple(found)
+        given = f"context_tokens={self.context_tokens}"
+        found = tuple(read_context(text, given) for text in names_in(self.context_tokens))
+        if not found or len(set(found)) < len(found):
+            raise SettingsError(f"{given}: one or several, each once; e.g. 4096, or 8k,16k,32k")
+        return found
 
     @property
     def folder(self) -> Path:
@@ -194,6 +185,20 @@ class Request:
             return tuple(shlex.split(self.dense_args))
         except ValueError as error:
             raise SettingsError(f"dense_args={self.dense_args}: {error}") from error
+
+
+def read_context(text: str, given: str) -> int:
+    """Return the tokens that `text` says, e.g. ``8k``, of what was `given`.
+
+    Raises `SettingsError` if it is no number of tokens, or less than 256.
+    """
+    try:
+        tokens = int(read_token_count(text))
+    except ValueError as error:
+        raise SettingsError(f"{given}: {error}") from error
+    if tokens < LEAST_CONTEXT:
+        raise SettingsError(f"{given}: a context has at least {LEAST_CONTEXT} tokens, e.g. 8k")
+    return tokens
 
 
 def names_in(text: str) -> list[str]:

@@ -8,6 +8,7 @@ the package wonderwords. Deviation: here the essays are the corpus, and the word
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -75,8 +76,7 @@ def sentences(corpus: Corpus, generator: random.Random) -> list[str]:
 
 def take(padding: Sequence[str], count: int) -> list[str]:
     """Return `count` pieces of padding; it begins anew when it runs out."""
-    full, rest = divmod(count, len(padding))
-    return list(padding) * full + list(padding[:rest])
+    return list(itertools.islice(itertools.cycle(padding), count))
 
 
 def insert(pieces: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
-from tandemkv.server.evaluation.quality.request import LEAST_CONTEXT
+from tandemkv.server.evaluation.quality.request import read_context
 from tandemkv.server.evaluation.quality.samples import Sample
 
 from .base import Task, TaskInputs
@@ -111,7 +110,7 @@ def find_tasks(names: Sequence[str], contexts: Sequence[int] = ()) -> list[Task]
     for name in names:
         match = _AT_CONTEXT.fullmatch(name)
         task = _find_task(match[1] if match else name)
-        lengths = [_length(name, match[2])] if match else list(contexts)
+        lengths = [read_context(match[2], f"task={name}")] if match else list(contexts)
         if match is None and (len(lengths) < 2 or task.name in _ONE_LENGTH):
             found.append(task)
         else:
@@ -123,16 +122,6 @@ def find_tasks(names: Sequence[str], contexts: Sequence[int] = ()) -> list[Task]
     if not found:
         raise SettingsError(f"tasks: none given; known: {', '.join(TASKS)}")
     return found
-
-
-def _length(name: str, text: str) -> int:
-    try:
-        tokens = int(read_token_count(text))
-    except ValueError as error:
-        raise SettingsError(f"task={name}: {error}") from error
-    if tokens < LEAST_CONTEXT:
-        raise SettingsError(f"task={name}: a context has at least {LEAST_CONTEXT} tokens, e.g. @8k")
-    return tokens
 
 
 def _find_task(name: str) -> Task:
