@@ -120,6 +120,13 @@ def test_the_page_is_one_file_that_loads_nothing(probe_file):
         assert word not in html.replace("http://www.w3.org/2000/svg", "")
 
 
+def test_no_call_has_an_argument_for_each_token():
+    """Browsers take some 125,000 arguments: a longer prompt would be shown without colours."""
+    script = (files("tandemkv.server.evaluation.inspect") / "page.html").read_text()
+    spread = {part.split(")")[0].split(",")[0] for part in script.split("...")[1:]}
+    assert spread.isdisjoint({"value", "spans", "D.tokens"})
+
+
 def test_every_part_that_the_script_draws_into_is_there(probe_file):
     parts = Parts()
     parts.feed(page_of(probe_file))
