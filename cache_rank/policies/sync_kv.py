@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar
 
@@ -168,7 +169,8 @@ class SyncKVPolicy(Policy):
         """Return the numbers of static and dynamic positions of one cluster."""
         if self.options.union:
             budget //= num_clusters
-        num_dynamic = int((1.0 - self.options.static) * budget)
+        # Of the decimal that was given: in floats (1 - 0.8) * 5 is less than 1.
+        num_dynamic = int((1 - Fraction(str(self.options.static))) * budget)
         return budget - num_dynamic, num_dynamic
 
     def _leaders(self, layer: int) -> list[int]:

@@ -90,6 +90,13 @@ def test_the_dynamic_part_is_rounded_down(make):
     assert ask(policy, LATER, budget=5)[0] == [5, 4, 3, 0, 1]
 
 
+def test_the_dynamic_part_is_that_of_the_decimal(make):
+    """k_dyn = floor((1 - 0.8) 5) = 1, which is 0.9999999999999998 in floats."""
+    policy = make(options={"static": 0.8})
+    ask(policy, FIRST, budget=5)
+    assert ask(policy, LATER, budget=5)[0] == [5, 4, 3, 2, 0]
+
+
 def test_the_union_gives_every_head_all_sets(make):
     """K = 4 and two clusters: two positions each, one static; static first, in turn."""
     policy = make(options={"union": True})
