@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from .base import (
     PolicyContext,
     PolicyError,
     PolicyOptions,
+    Rotary,
     ScoringPolicy,
     SelectionInput,
 )
@@ -97,11 +98,14 @@ class WindowedPolicy(ScoringPolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._rotary = context.rotary if self.options.unrotate else None
-        if self.options.unrotate and context.rotary is None:
-            raise PolicyError(
-                f"{type(self).__name__} with unrotate needs the model's rotary embedding"
-            )
+        self._rotary: Rotary | None = None
+        if self.options.unrotate:
+            if context.rotary is None:
+                raise PolicyError(
+                    f"{type(self).__name__} with unrotate needs the model's rotary embedding"
+                )
+            inv_freq = context.rotary.inv_freq.to(context.device)
+            self._rotary = replace(context.rotary, inv_freq=inv_freq)
         self.windows = QueryWindows(self.options.window + 1)
 
     @property

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """AsyncSpade's windows: what is regressed on, and where the prediction points."""
 
+from dataclasses import replace
+
 import in_float64
 import pytest
 import torch
 
+from tandemkv.cache_rank.policies.async_spade import AsyncSpadePolicy
 from tandemkv.kernels.query_window import ridge_predict
 
 
@@ -45,3 +48,15 @@ def test_layers_and_requests_have_windows_of_their_own(make_bench, queries):
     assert len(bench.policy.windows) == 1
     with pytest.raises(KeyError):
         bench.policy.select(request)
+
+
+def test_an_own_prediction_is_made_where_the_queries_are(make_bench):
+    """On a GPU what overrides `predict` is called there; meta tensors do not mix with others."""
+    bench = make_bench("async_spade")
+    meta = torch.device("meta")
+    policy = AsyncSpadePolicy(replace(bench.context, device=meta))
+    query, positions = torch.empty(2, 6, 8, device=meta), torch.empty(2, device=meta).long()
+    request = replace(bench.request(query), use_positions=positions)
+    policy.observe_prompt(1, request.owners[1], query, positions)
+    policy.observe(1, request.owners, query, positions)
+    assert policy.query_for(request).device == meta
