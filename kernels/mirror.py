@@ -130,8 +130,8 @@ def mirror_diff(
         What is not resident is shared out, by their spans, to the samples that are not either; the
         others have ``-inf``.
     scratch : MirrorScratch, optional
-        From `make_mirror_scratch`, at least as large as the call. Required on a GPU, not looked at
-        on CPU. Calls that share it must be on one stream.
+        From `make_mirror_scratch`, at least as large as the call. Required on a GPU, not written
+        on a CPU. Calls that share it must be on one stream.
 
     Returns
     -------
@@ -157,6 +157,8 @@ def mirror_diff(
             fail("counters.shape", tuple(counters.shape), f"[>= {_NUM_COUNTERS}], contiguous")
     if scratch is not None:
         _check_scratch(dims, scratch, selected)
+        if selected_scores is None and scratch.places is None:
+            fail("selected_scores", None, "given, or the scratch made with may_repeat=True")
     if uses_triton(selected.device):
         from tandemkv.kernels.triton_ops.mirror import mirror_diff as on_gpu
 

@@ -362,14 +362,14 @@ class CacheEngine:
 
     def _kept(
         self, chosen: torch.Tensor, scores: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return of the positions ``[B, H, K]`` as many of the best as the policy wants."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return of positions ``[B, H, K]`` as many of the best as the policy wants, and scores."""
         assert isinstance(self._policy, ScoringPolicy)
         wanted = self._policy.num_wanted(self.batch.lengths[: len(chosen)])
         if wanted is None:
             return chosen, scores
         order = scores.argsort(dim=-1, descending=True, stable=True)
-        return keep_first(chosen.gather(-1, order), wanted), None
+        return keep_first(chosen.gather(-1, order), wanted), scores.gather(-1, order)
 
     def fetch(self, layer: int, batch_size: int) -> None:
         """See `Engine.fetch`."""

@@ -324,8 +324,6 @@ def mirror_diff(
     num_reqs, num_heads, num_resident = len(selected), *resident_pos.shape[1:]
     if scratch is None:
         fail("scratch", None, "given on a GPU; make it once with make_mirror_scratch")
-    if selected_scores is None and scratch.places is None:
-        fail("selected_scores", None, "given on a GPU, or the scratch made with may_repeat=True")
     check_int("num_resident", num_resident, minimum=0, maximum=MAX_RESIDENT)
     shape = (num_reqs, num_heads, fetch_cap)
     fetch_pos = torch.empty(shape, dtype=torch.int32, device=selected.device)

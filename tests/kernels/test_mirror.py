@@ -191,5 +191,8 @@ def test_bad_arguments() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=name):
             mirror_diff(state[..., :2], state, state.clone(), **{**arguments, name: value})
+    scratch = make_mirror_scratch(2, 1, 9, "cpu", may_repeat=False)
+    with pytest.raises(ValueError, match="may_repeat=True"):
+        mirror_diff(state[..., :2], state, state.clone(), **arguments, scratch=scratch)
     with pytest.raises(ValueError, match=r"last_used\.shape"):
         mirror_diff(state, state, state[:1], **arguments)
