@@ -75,7 +75,8 @@ class SyncKVPolicy(Policy):
       which are attended to anyway, are no candidates.
     - Layers 0 and 1 are dense by default (``exact_layers``).
     - The first sparse step of a request is an anticipation, whatever the stride. If the request
-      became sparse while decoding, its static set is chosen there.
+      became sparse while decoding, its static set is chosen there. One of fewer candidates than it
+      has places is chosen anew in the next.
     - Scores of a group are the mean of the softmaxes of its query heads (``pooling``). With
       ``pool_before``, which the paper does not have, these are pooled over positions.
     - What is selected enters a resident set that holds ``resident_factor`` selections (LRU); the
@@ -125,11 +126,12 @@ class SyncKVPolicy(Policy):
         scores = self.pooled(request.score(request.query))  # [S, N_r, width]
         num_static, num_dynamic = self._split(request.budget, scores.shape[1])
         chosen = []
-        for owner, own in zip(request.owners, scores, strict=True):
+        numbers = (request.hi - request.lo).tolist()
+        for owner, own, number in zip(request.owners, scores, numbers, strict=True):
             static = self._static_of(owner, request.layer)
             if static is None:
                 static = topk_positions(own.unsqueeze(0), num_static)[0]
-                self._keep_static(owner, request.layer, static)
+                self._keep_static(owner, request.layer, static, number)
             rest = _without(own, static)
             dynamic = topk_positions(rest.unsqueeze(0), num_dynamic)[0]
             chosen.append(self._spread(request, torch.cat([static, dynamic], dim=-1)))
@@ -143,7 +145,7 @@ class SyncKVPolicy(Policy):
         looking = scores[list(slow)]
         num_static, _ = self._split(request.budget, len(slow))
         static = topk_positions(looking.unsqueeze(0), num_static)[0]
-        self._keep_static(request.owner, request.layer, static)
+        self._keep_static(request.owner, request.layer, static, request.hi - request.lo)
         if self.options.union:
             return looking.amax(dim=0).expand_as(scores)
         return looking[self._leaders(request.layer)]
@@ -160,10 +162,14 @@ class SyncKVPolicy(Policy):
             return None
         return self._static[layer, row, : len(self._slow_heads[layer]), : count - 1].clone()
 
-    def _keep_static(self, owner: Owner, layer: int, static: torch.Tensor) -> None:
+    def _keep_static(
+        self, owner: Owner, layer: int, static: torch.Tensor, num_candidates: int
+    ) -> None:
+        """Let ``static [N_r, k]`` stay, unless there were too few candidates to fill it."""
         row, (heads, count) = owner[0], static.shape
-        self._static[layer, row, :heads, :count] = static
-        self._num_static[layer, row] = count + 1
+        if count <= num_candidates:
+            self._static[layer, row, :heads, :count] = static
+            self._num_static[layer, row] = count + 1
 
     def _split(self, budget: int, num_clusters: int) -> tuple[int, int]:
         """Return the numbers of static and dynamic positions of one cluster."""

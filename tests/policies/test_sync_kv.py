@@ -34,7 +34,7 @@ def make(make_bench):
     return make_policy
 
 
-def ask(policy, scores, *, budget=4, owner=(1, 1)):
+def ask(policy, scores, *, budget=4, owner=(1, 1), hi=6):
     """Select with the scores of heads 1 and 2, in this order, over six positions."""
     table = torch.tensor([scores], dtype=torch.float32)
     request = SelectionInput(
@@ -47,7 +47,7 @@ def ask(policy, scores, *, budget=4, owner=(1, 1)):
         score=lambda query: table,
         budget=budget,
         lo=torch.tensor([0]),
-        hi=torch.tensor([6]),
+        hi=torch.tensor([hi]),
         stored=StoredKV(torch.empty(0), torch.empty(0), torch.empty(1, 6)),
     )
     selection = policy.select(request)
@@ -108,6 +108,14 @@ def test_few_candidates_leave_padding(make):
     policy = make()
     few = [[3, 2, NINF, NINF, NINF, NINF], [2, 3, NINF, NINF, NINF, NINF]]
     assert ask(policy, few) == [[1, 0, -1, -1], [0, 1, -1, -1], [1, 0, -1, -1]]
+
+
+def test_a_static_part_that_few_candidates_leave_short_is_chosen_anew(make):
+    policy = make()
+    few = [[3, 2, NINF, NINF, NINF, NINF], [2, 3, NINF, NINF, NINF, NINF]]
+    assert ask(policy, few, budget=6, hi=2)[0] == [1, 0, -1, -1, -1, -1]
+    assert ask(policy, FIRST, budget=6)[0] == [5, 4, 3, 2, 1, 0]
+    assert ask(policy, LATER, budget=6)[0] == [5, 4, 3, 0, 1, 2], "this one stays"
 
 
 def test_the_prompt_sets_the_static_half_by_its_last_query(make):
