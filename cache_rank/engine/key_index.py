@@ -58,7 +58,7 @@ class KeyIndex:
         return self._channels.get(layer)
 
     def _num_channels(self, layer: int) -> int:
-        channels = self._channels.get(layer)
+        channels = self.channels(layer)
         return int(self._pools.k[layer].shape[2] if channels is None else channels.shape[1])
 
     def begin_extend(
@@ -104,9 +104,7 @@ class Int8Index(KeyIndex):
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `KeyIndex.extend`."""
-        pools = self._pools
-        channels = self._channels.get(layer)
-        append_int8(pools.k[layer][: pools.num_slots], slots, *self._copies[layer], channels)
+        append_int8(self._pools.k[layer], slots, *self._copies[layer], self.channels(layer))
 
     def rebuild(self, layer: int) -> None:
         """See `KeyIndex.rebuild`."""
@@ -182,12 +180,12 @@ class Int4Index(KeyIndex):
         self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
     ) -> None:
         """See `KeyIndex.append`; only a token that completes a page is indexed, with the page."""
-        channels = self._channels.get(layer)
-        append_int4(self._pools.k[layer], pages, lengths, *self._copies[layer], channels)
+        keys, copies = self._pools.k[layer], self._copies[layer]
+        append_int4(keys, pages, lengths, *copies, self.channels(layer))
 
     def _quantize(self, layer: int, pages: torch.Tensor) -> None:
-        channels = self._channels.get(layer)
-        quantize_int4_pages(self._pools.k[layer], pages, *self._copies[layer], channels)
+        keys, copies = self._pools.k[layer], self._copies[layer]
+        quantize_int4_pages(keys, pages, *copies, self.channels(layer))
 
 
 def make_key_index(
