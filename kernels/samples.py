@@ -293,7 +293,8 @@ def sample_offsets(
         ``[..., num_samples]``, int64. Place of each sample among the candidates, -1 where there are
         fewer of them.
     spans : torch.Tensor
-        Likewise: candidates from a sample to the next.
+        Likewise: candidates from a sample to the next; of the newest, to where the next will be,
+        which is more than there are.
     """
     count = num_candidates.long().unsqueeze(-1)
     offsets = torch.arange(num_samples, device=count.device).expand(*count.shape[:-1], -1)
