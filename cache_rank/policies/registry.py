@@ -79,12 +79,13 @@ def unread_settings(
 ) -> dict[str, str]:
     """Return which of `values` say something that a policy never reads, and why not, by name."""
     says = policy.capabilities
-    shares_heads = says.calibration == "sync_kv"
-    has_anchors = says.calibration == "kascade" or (share_layers and not shares_heads)
     why = {}
-    if shares_heads:
+    if says.calibration == "sync_kv":
         why = dict.fromkeys(("anchors", "share_layers"), "shares selections over heads, not layers")
-    elif not has_anchors:
+    elif says.calibration is None and (not says.selects or says.attends):
+        names = ("share_layers", "anchors", "calibration")
+        why = dict.fromkeys(names, "has no selections that layers could share")
+    elif says.calibration is None and not share_layers:
         why["calibration"] = "reads no calibration without --share-layers"
         why["anchors"] = "has no anchor layers without --share-layers"
     if not says.selects or says.attends:

@@ -191,8 +191,8 @@ class SelectionSettings(FrozenModel):
     )
     share_layers: bool = Field(
         default=False,
-        description="Any policy but sync_kv and those that attend themselves: select in kascade's "
-        "anchor layers only, the others follow.",
+        description="Any policy that selects tokens, but sync_kv: do so in kascade's anchor layers "
+        "only, the others follow.",
     )
 
     @property

@@ -146,7 +146,12 @@ def test_settings_of_all_are_for_those_that_read_them() -> None:
         {"fetch_cap", "index_dtype", "refresh_every"}, {"fetch_cap", "refresh_every"},
         base.keys(), set(), set(), {"fetch_cap"},
     ]  # fmt: skip
-    for item in found[:-1]:
+    sharing = {"share_layers": True, "anchors": (0, 9), "exact_layers": (0,)}
+    policies = ["oracle", "streaming", "exact", "lfps"]
+    found += make(policies, ["12.5%"], base=sharing, with_dense=False)
+    given = [item.selection.keys() & sharing.keys() for item in found[-4:]]
+    assert given == [sharing.keys(), *[{"exact_layers"}] * 3]
+    for item in (*found[:5], *found[6:]):
         check_read(find_policy(item.policy), resolve_selection(item.selection))
 
 

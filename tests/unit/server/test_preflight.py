@@ -167,6 +167,13 @@ def test_refuses_what_has_no_calibration(model_dir: Path) -> None:
             ({"policy": policy, "pooling": "max_logit"}, f"policy={policy} scores nothing")
             for policy in ("exact", "streaming")
         ),
+        *(
+            (
+                {"policy": policy, "share_layers": True, "anchors": (0, 2)},
+                f"share_layers=True: policy={policy} has no selections that layers could share",
+            )
+            for policy in ("exact", "streaming")
+        ),
         ({"policy": "lfps", "pooling": "max_logit"}, "policy=lfps always takes the mean"),
         *(
             ({"policy": policy, "resident_factor": 4.0}, rf"resident_factor=4\.0: policy={policy} ")
