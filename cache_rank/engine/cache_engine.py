@@ -90,7 +90,7 @@ class CacheEngine:
         self._stress: Stress | None = None
         if settings.stress_selection:
             self._stress = Stress(model, device, pools.shard, max_batch=max_batch)
-        self._make_scratch(max_batch, may_repeat=selects)
+        self._make_scratch(max_batch, selects=selects)
         # What sources chose, for those that follow; without scores it is best first.
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._order = ScanOrder(device, is_kept=pools.is_far)
@@ -112,18 +112,20 @@ class CacheEngine:
             allocate=self._pools.allocate or self._zeros,
         )
 
-    def _make_scratch(self, max_batch: int, *, may_repeat: bool) -> None:
+    def _make_scratch(self, max_batch: int, *, selects: bool) -> None:
         """Allocate what kernels work in, a lane each: two lanes are worked on at once.
 
-        `may_repeat`: a selection of the policy's own may name a position twice.
+        If the policy itself `selects` none of them ranks, and it may name a position twice.
         """
         model, pools, device = self._model, self._pools, self._device
         num_lanes = NUM_LANES if self.program.selects else 0
         heads, context = model.num_kv_heads, model.max_context
         sizes = max_batch, model.num_qo_heads, heads, context, self._selection.budget_tokens
-        self._scratch = [make_select_scratch(*sizes, device) for _ in range(num_lanes)]
+        self._scratch = [
+            make_select_scratch(*sizes, device) for _ in range(0 if selects else num_lanes)
+        ]
         self._mirror_scratch = [
-            make_mirror_scratch(max_batch, heads, context, device, may_repeat=may_repeat)
+            make_mirror_scratch(max_batch, heads, context, device, may_repeat=selects)
             for _ in range(num_lanes)
         ]
         self.weights = LaneWeights(pools, num_lanes)

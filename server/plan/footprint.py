@@ -171,7 +171,8 @@ def scratch_bytes(shape: ModelShape, load: Workload) -> int:
 
     For each token and KV head: a float16 for each query head of the group, padded to a power of
     two, a maximum and a constant of 16 tokens each, float32, and the mirror's two bits
-    (`make_select_scratch`, `make_mirror_scratch`).
+    (`make_select_scratch`, `make_mirror_scratch`). Policies that rank by methods of their own have
+    less: the latter alone, with an int32 more.
     """
     if not load.selects:
         return 0

@@ -10,7 +10,7 @@ import torch
 from engine_world import CONTEXT, DIM, HEADS, LAYERS, MODEL, QUERY_HEADS, World
 
 from tandemkv.cache_rank.calibration.resolve import Resolved
-from tandemkv.cache_rank.engine import factory
+from tandemkv.cache_rank.engine import cache_engine, factory
 from tandemkv.cache_rank.policies.base import (
     LayerShare,
 )
@@ -147,6 +147,16 @@ def test_layers_take_the_positions_of_their_anchor(policy: str) -> None:
         _, positions = world.resident(layer, 2)
         for head in range(HEADS):
             assert set(best[head].tolist()) <= set(positions[head].tolist())
+
+
+@pytest.mark.parametrize("policy", ["quest", "sfi", "oracle"])
+def test_what_scans_work_in_is_for_those_whose_kernels_rank(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(cache_engine, "make_select_scratch", lambda *_: made.append(1))
+    World(policy=policy)
+    assert bool(made) is (policy == "oracle")
 
 
 def test_heads_of_a_follower_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

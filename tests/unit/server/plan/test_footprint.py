@@ -264,6 +264,9 @@ def test_scratch_is_what_the_kernels_ask_for() -> None:
     load = replace(LOAD, context_tokens=65536, concurrency=8)
     needed = 2 * sum(part.nbytes for part in parts)
     assert scratch_bytes(QWEN, load) == pytest.approx(needed, rel=0.01)
+    own = make_mirror_scratch(8, 8, 65536, device)  # of a policy that ranks itself
+    assert own.places is not None
+    assert 2 * (own.bits.nbytes + own.places.nbytes) < needed
 
 
 def test_scratch_is_as_wide_as_the_longest_request_that_is_taken() -> None:
