@@ -38,7 +38,6 @@ MODEL_NAME = "default"
 """SGLang's name of whichever model it serves."""
 
 _SHORT = string(256)
-_NO_GRAMMARS = "for the server runs with --grammar-backend none"
 # Of OpenAI's API, without effect in SGLang: what their clients send anyway.
 _WITHOUT_EFFECT = (
     "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
@@ -245,7 +244,7 @@ def check_chat(body: dict[str, Any], limits: Limits) -> int:
         raise wrong("top_logprobs", body["top_logprobs"], "logprobs=true beside it")
     choice = body.get("tool_choice", "auto")
     if not limits.has_grammars and choice not in ("auto", "none"):
-        raise wrong("tool_choice", choice, f"auto or none, {_NO_GRAMMARS},")
+        raise _unconstrained("tool_choice", choice, "use auto or none")
     _check_grammar(body, limits)
     return _completions(1, body.get("n", 1), limits)
 
@@ -360,10 +359,15 @@ def _check_grammar(body: dict[str, Any], limits: Limits) -> None:
         return
     for name in ("json_schema", "regex", "ebnf"):
         if name in body:
-            raise wrong(name, body[name], f"no such field, {_NO_GRAMMARS},")
+            raise _unconstrained(name, body[name], "leave it out")
     kind = body.get("response_format", {}).get("type", "text")
     if kind != "text":
-        raise wrong("response_format.type", kind, f"text, {_NO_GRAMMARS},")
+        raise _unconstrained("response_format.type", kind, "use text")
+
+
+def _unconstrained(name: str, value: object, remedy: str) -> RequestRefusedError:
+    said = "this server constrains no answers: it runs with --grammar-backend none, as on every CPU"
+    return fault(name, f"{name}={shown(value)}: {said}; {remedy}")
 
 
 def _prompts(prompt: Any) -> list[Any]:

@@ -325,4 +325,6 @@ def test_grammars_need_a_backend(path: str, body: dict[str, Any]) -> None:
     assert make_world().post(path, body).status_code == 200
     reply = make_world(has_grammars=False).post(path, body)
     assert reply.status_code == 400
-    assert "--grammar-backend none" in reply.json()["error"]["message"]
+    message = reply.json()["error"]["message"]
+    assert "--grammar-backend none" in message
+    assert message.endswith(("; leave it out", "; use text", "; use auto or none"))
