@@ -44,6 +44,7 @@ def install(
         max_running_requests=int(args.max_running_requests),
         model_names=frozenset({str(args.served_model_name), MODEL_NAME}),
         has_grammars=args.grammar_backend != "none",
+        has_suffixes=args.completion_template is not None,
         is_evaluation=rank_settings.evaluation,
         adapters=adapters_of(args, rank_settings.selection),
     )

@@ -37,6 +37,8 @@ class Limits:
     has_grammars: bool = True
     """Whether SGLang has a grammar backend. Without one it ends such a request in the scheduler,
     and answers 500 to a stream with logprobs."""
+    has_suffixes: bool = False
+    """Whether SGLang has a template for what lies between a prompt and its suffix."""
     is_evaluation: bool = False
     """Whether forced tokens and emptying the prefix cache are open to all."""
     adapters: Adapters | None = None

@@ -230,6 +230,10 @@ def check_completion(body: dict[str, Any], limits: Limits) -> int:
     if body.pop("best_of", body.get("n", 1)) != body.get("n", 1):
         said = "best_of: SGLang returns each completion, and chooses none; leave it out, or give n"
         raise fault("best_of", said)
+    if "suffix" in body and not (limits.has_suffixes and isinstance(body["prompt"], str)):
+        # SGLang would pass over it, or answer to the text of a list.
+        said = "suffix: it needs one prompt as text, and a server with -- --completion-template"
+        raise fault("suffix", f"{said}; leave it out")
     if body.get("echo", False) and body.get("logprobs") == 0:
         raise wrong("logprobs", 0, "at least 1 with echo=true")  # SGLang would answer 500
     _check_grammar(body, limits)

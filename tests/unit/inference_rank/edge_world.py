@@ -65,7 +65,11 @@ class World:
 
 
 def make_limits(
-    *, is_evaluation: bool = False, has_grammars: bool = True, **settings: Any
+    *,
+    is_evaluation: bool = False,
+    has_grammars: bool = True,
+    has_suffixes: bool = False,
+    **settings: Any,
 ) -> Limits:
     return Limits(
         settings=EdgeSettings(**settings),
@@ -74,6 +78,7 @@ def make_limits(
         max_running_requests=2,
         model_names=frozenset({"m", "default"}),
         has_grammars=has_grammars,
+        has_suffixes=has_suffixes,
         is_evaluation=is_evaluation,
     )
 
@@ -85,13 +90,19 @@ def make_world(
     behind: ASGIApp | None = None,
     is_evaluation: bool = False,
     has_grammars: bool = True,
+    has_suffixes: bool = False,
     **settings: Any,
 ) -> World:
     refused: list[int] = []
     app = behind or Behind()
     edge = Edge(
         app,
-        make_limits(is_evaluation=is_evaluation, has_grammars=has_grammars, **settings),
+        make_limits(
+            is_evaluation=is_evaluation,
+            has_grammars=has_grammars,
+            has_suffixes=has_suffixes,
+            **settings,
+        ),
         keys or Keys(),
         closed=closed,
         count_refusal=refused.append,

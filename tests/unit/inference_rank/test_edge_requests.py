@@ -328,3 +328,13 @@ def test_grammars_need_a_backend(path: str, body: dict[str, Any]) -> None:
     message = reply.json()["error"]["message"]
     assert "--grammar-backend none" in message
     assert message.endswith(("; leave it out", "; use text", "; use auto or none"))
+
+
+def test_a_suffix_needs_a_template() -> None:
+    """SGLang without one passes over it; with one it takes a list of prompts for text."""
+    one, several = {"prompt": "x", "suffix": "y"}, {"prompt": ["x"], "suffix": "y"}
+    for world, body in ((make_world(), one), (make_world(has_suffixes=True), several)):
+        reply = world.post(COMPLETIONS, body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "suffix"
+    assert make_world(has_suffixes=True).post(COMPLETIONS, one).status_code == 200
