@@ -30,6 +30,11 @@ class ServerState(NamedTuple):
     is_other: bool = False
 
 
+def server_address(url: str) -> str:
+    """Return the address without the /v1 of the API, with which `serve` prints it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def server_state(url: str, timeout_s: float = 2.0, *, instance: str | None = None) -> ServerState:
     """Ask whether the server at `url` is ready. Never raises for a server that is not there.
 
@@ -73,7 +78,7 @@ def fetch_status(url: str) -> dict[str, Any]:
 
     Raises `StatusUnavailableError` if nothing answers there, or not in the expected form.
     """
-    address = f"{url.rstrip('/')}/tandemkv/status"
+    address = f"{server_address(url)}/tandemkv/status"
     try:
         code, body = _get(address, timeout_s=10.0)
     except ValueError as error:

@@ -19,7 +19,7 @@ from tandemkv.cache_rank.protocol.fault_points import FAULTS_FILE, FAULTS_VARIAB
 from tandemkv.inference_rank.edge.keys import read_key
 from tandemkv.server.checks.ports import choose_port
 from tandemkv.server.launch.child_process import ChildProcess, ChildSpec
-from tandemkv.server.launch.probes import server_state
+from tandemkv.server.launch.probes import server_address, server_state
 from tandemkv.server.launch.sglang_command import SERVER
 
 from .canaries import SoakError
@@ -60,7 +60,7 @@ def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path 
     there; `SoakError` if it is not ready.
     """
     _check_address(url)
-    url = url.rstrip("/")
+    url = server_address(url)
     client = Client(
         url,
         api_key=read_key(api_key_file, "--api-key-file") if api_key_file else None,

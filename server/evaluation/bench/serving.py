@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.provenance import BenchError
 from tandemkv.server.evaluation.request_options import option
+from tandemkv.server.launch.probes import server_address
 from tandemkv.server.settings.launch_settings import is_loopback
 
 from .report import Failure, OutOption, Row, Spread, check_name
@@ -68,7 +69,7 @@ def bench_serving_argv(load: ServeLoad, tokenizer_dir: Path, result: Path) -> tu
     return (
         sys.executable, "-P", "-m", "sglang.bench_serving",
         "--backend", "sglang",
-        "--base-url", load.url.rstrip("/"),
+        "--base-url", server_address(load.url),
         "--dataset-name", "random-ids",
         "--tokenizer", str(tokenizer_dir),
         "--random-input-len", str(load.input_tokens),

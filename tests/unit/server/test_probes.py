@@ -54,3 +54,13 @@ def test_nobody_there() -> None:
     found = probes.server_state("http://127.0.0.1:9", timeout_s=0.5)
     assert not found.reachable
     assert not found.ready
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_status_of_the_address_that_serve_prints(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        probes, "_get", lambda address, timeout_s: asked.append(address) or (200, b"{}")
+    )
+    probes.fetch_status(f"http://127.0.0.1:30000{end}")
+    assert asked == ["http://127.0.0.1:30000/tandemkv/status"]
