@@ -157,9 +157,9 @@ class SelectionSettings(FrozenModel):
         default=None,
         ge=0,
         le=1 << 24,
-        description="Requests up to this length attend to everything (not with a second GPU); "
-        "default what is resident anyway, with serve the length up to which that is no slower, or "
-        "on a CPU what a step attends to anyway.",
+        description="Requests up to this length attend to everything (not with a second GPU, or by "
+        "messages); default what is resident anyway, with serve the length up to which that is no "
+        "slower, or on a CPU what a step attends to anyway.",
     )
     dense_batch_tokens: TokenCount | None = Field(
         default=None,
