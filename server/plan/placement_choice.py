@@ -408,7 +408,7 @@ def _choose(
         reason = "states of linear attention cannot be taken back if a cache rank is lost"
         return settings.model_copy(update={"cache_ranks": 0}), reason
     if device == "cpu":
-        return settings, "on a CPU both processes can map the same memory"
+        return settings, "the default on a CPU"
     if settings.selection.declared.attends:
         reason = f"policy {settings.selection.policy} attends on the host's CPU"
         return settings.model_copy(update={"cache_ranks": 1, "transport": "shared"}), reason

@@ -32,7 +32,7 @@ def test_a_cpu_gets_a_process(tmp_path: Path) -> None:
     placement = settings.rank_settings.placement
     assert (placement.link, placement.num_cache_ranks, placement.tp_size) == ("shared", 1, 1)
     assert placement.model_device == "cpu"
-    assert placement.reason == "on a CPU both processes can map the same memory"
+    assert placement.reason == "the default on a CPU"
     assert said == [f"placement: {placement.describe()}"]
 
 
