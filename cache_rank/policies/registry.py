@@ -50,7 +50,9 @@ def find_policy(name: str) -> type[Policy]:
     try:
         found = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
-        raise PolicyError(f"policy={name!r} cannot be loaded: {error}") from error
+        is_unseen = isinstance(error, ModuleNotFoundError) and error.name == module_name
+        remedy = "; put its folder into PYTHONPATH" if is_unseen else ""
+        raise PolicyError(f"policy={name!r} cannot be loaded: {error}{remedy}") from error
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise PolicyError(f"policy={name!r} must be a subclass of {_HERE}.base.Policy")
     if not hasattr(found, "capabilities"):
