@@ -82,11 +82,16 @@ def add_routes(app: Any, manager: Any) -> None:
 
 
 def readiness(collected: dict[str, Any], run_dir: RunDir) -> dict[str, Any]:
-    """Return what ``/tandemkv/ready`` says: ``ready``, maybe ``reason``, and whose answer it is.
+    """Return what ``/tandemkv/ready`` says: ``ready``, else the ``reason``, and whose answer it is.
 
     A launcher whose SGLang could not bind its port would take another server there for its own.
     """
     shown = {key: collected[key] for key in ("ready", "reason") if key in collected}
+    if not collected["ready"]:
+        rank = collected.get("inference_rank", {})
+        state = rank.get("info", {}).get("state", "serving")
+        why = rank.get("error") or ("SGLang starts" if state == "serving" else state)
+        shown.setdefault("reason", f"inference rank: {why}")
     return shown | {"instance": run_dir.instance}
 
 

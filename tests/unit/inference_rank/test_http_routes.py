@@ -114,6 +114,13 @@ def test_readiness_says_whose_it_is(tmp_path: Path) -> None:
     assert one.token.hex() not in one.instance
     waiting = http_routes.readiness({"ready": False, "reason": "warms up"}, one)
     assert waiting["reason"] == "warms up"
+    for rank, why in (
+        ({"ready": False, "error": "no answer within 1 s"}, "no answer within 1 s"),
+        ({"ready": False, "info": {"state": "no cache rank"}}, "no cache rank"),
+        ({"ready": False, "info": {}}, "SGLang starts"),
+    ):
+        found = http_routes.readiness({"ready": False, "inference_rank": rank}, one)
+        assert found["reason"] == f"inference rank: {why}"
 
 
 def test_warmth_is_what_sglang_says() -> None:
