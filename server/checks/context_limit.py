@@ -24,8 +24,8 @@ def how_to_extend(config: Mapping[str, Any], tokens: int) -> str:
     known = set(names) & set(_ARCHITECTURES)
     if not known or limit not in _LIMITS or tokens > _MOST:
         return (
-            "extend the model in a copy of its directory, as its card says: rope_scaling and "
-            f'"max_position_embeddings": {tokens} in config.json'
+            "extend the model, as its card says: in a copy of its directory set rope_scaling "
+            f'and "max_position_embeddings": {tokens} in config.json, and serve that copy'
         )
     factor = math.ceil(10 * tokens / _TRAINED) / 10
     scaling = {
