@@ -49,7 +49,7 @@ def around_threads(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
     Those are for processes of one host.
     """
-    return original(*args, **kwargs | {"tp_size": 1, "tp_rank": 0})
+    return sglang_versions.bind_threads_of_one(original, *args, **kwargs)
 
 
 def serve_schedulers(

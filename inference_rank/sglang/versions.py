@@ -37,6 +37,8 @@ _RAW_ARGS = 19
 """`ServerArgs` holds what was passed; what SGLang made of it is read through a view."""
 _KEY_IN_BAG = 20
 """SGLang's first request takes its key from the configuration, no longer from its arguments."""
+_RANKS_IN_CONTEXT = 21
+"""What binds a scheduler's threads reads the ranks from the context, no longer from arguments."""
 _CHECKPOINT = 22
 """`release_kv_cache` takes `checkpoint` where it took `is_insert`."""
 _EMPTY_LOGPROBS = 23
@@ -44,6 +46,7 @@ _EMPTY_LOGPROBS = 23
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _MODEL = "sglang.srt.arg_groups.model_hook"
+_BOOTSTRAP = "sglang.srt.distributed.bootstrap"
 _TOKEN_LOGPROBS = "sglang.srt.layers.logprob_processor.get_token_ids_logprobs"
 _LAST = int(NEWEST.rpartition(".")[2])
 
@@ -69,6 +72,8 @@ sglang.srt.arg_groups.model_hook
 sglang.srt.arg_groups.model_override_base
     resolving_view(server_args)
 """),
+    (17, 20, f"{_BOOTSTRAP}\n    _init_cpu_threads_env(tp_size, tp_rank)"),
+    (21, _LAST, f"{_BOOTSTRAP}\n    _init_cpu_threads_env\n    get_parallel"),
     (17, 21, "sglang.srt.mem_cache.common\n    release_kv_cache(req, tree_cache, is_insert)"),
     (22, _LAST, "sglang.srt.mem_cache.common\n    release_kv_cache(req, tree_cache, checkpoint)"),
     (17, 22, """
@@ -265,6 +270,19 @@ def tensor_group() -> Any:
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     return get_tp_group().cpu_group
+
+
+def bind_threads_of_one(bind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call SGLang's `_init_cpu_threads_env`, given as `bind`, as in a group of one process."""
+    if _number() < _RANKS_IN_CONTEXT:
+        return bind(*args, **kwargs | {"tp_size": 1, "tp_rank": 0})
+    bootstrap: Any = importlib.import_module(_BOOTSTRAP)
+    original = bootstrap.get_parallel
+    bootstrap.get_parallel = lambda: With(original(), tp_size=1, tp_rank=0)
+    try:
+        return bind(*args, **kwargs)
+    finally:
+        bootstrap.get_parallel = original
 
 
 # -- arguments ---------------------------------------------------------------------------

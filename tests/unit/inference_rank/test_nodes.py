@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 from decided_args import decided_args
+from sglang.srt.distributed import bootstrap
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
@@ -116,10 +119,23 @@ def test_a_store_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert not ended.is_set()
 
 
-def test_sums_of_several_hosts_are_not_in_shared_memory() -> None:
+def test_sums_of_several_hosts_are_not_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang takes all of --tp for processes of one host, on CPUs that it has kernels for."""
-    told = nodes.around_threads(lambda **kwargs: kwargs, tp_size=4, tp_rank=3, local_omp_cpuid="7")
-    assert told == {"tp_size": 1, "tp_rank": 0, "local_omp_cpuid": "7"}
+    told: list[Any] = []
+    kernels = SimpleNamespace(
+        init_cpu_threads_env=told.append, initialize=lambda *ranks: told.append(ranks)
+    )
+    fake_torch = SimpleNamespace(ops=SimpleNamespace(sgl_kernel=kernels))
+    ranks = {"tp_size": 4, "tp_rank": 3}
+    monkeypatch.setattr(bootstrap, "torch", fake_torch)
+    monkeypatch.setattr(bootstrap, "_is_cpu_amx_available", True)
+    monkeypatch.setattr(bootstrap, "get_parallel", lambda: SimpleNamespace(**ranks), raising=False)
+    monkeypatch.setenv("LOCAL_SIZE", "")
+    bind = bootstrap._init_cpu_threads_env
+    takes_ranks = "tp_size" in inspect.signature(bind).parameters
+    nodes.around_threads(bind, local_omp_cpuid=[7], **(ranks if takes_ranks else {}))
+    assert told == [[7], (1, 0)]
+    assert os.environ["LOCAL_SIZE"] == "1"
 
 
 def test_hosts_have_to_plan_the_same_passes(monkeypatch: pytest.MonkeyPatch) -> None:

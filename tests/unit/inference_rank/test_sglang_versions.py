@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.distributed import bootstrap
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
@@ -111,6 +112,29 @@ def test_rows_and_lengths_of_requests(number: int, monkeypatch: pytest.MonkeyPat
     sglang_versions.set_stored(req, 7)
     assert (sglang_versions.committed(req), kv.kv_allocated_len) == (7, 7)
     assert not hasattr(req, "kv_committed_len") or number < 19
+
+
+@pytest.mark.parametrize("number", [17, 20, 21, 23])
+def test_threads_are_bound_as_in_a_group_of_one(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.5.21 on SGLang's function takes no ranks: it would end the start of each node."""
+    assume(monkeypatch, number)
+    group = SimpleNamespace(tp_size=4, tp_rank=3, pp_rank=0)
+    monkeypatch.setattr(bootstrap, "get_parallel", lambda: group, raising=False)
+
+    def with_ranks(*, tp_size: int, tp_rank: int, local_omp_cpuid: str) -> Any:
+        return tp_size, tp_rank, 0, local_omp_cpuid
+
+    def by_context(*, local_omp_cpuid: str) -> Any:
+        found = bootstrap.get_parallel()
+        return found.tp_size, found.tp_rank, found.pp_rank, local_omp_cpuid
+
+    ranks = {"tp_size": 4, "tp_rank": 3} if number < 21 else {}
+    bind = with_ranks if ranks else by_context
+    bound = sglang_versions.bind_threads_of_one(bind, local_omp_cpuid="7", **ranks)
+    assert bound == (1, 0, 0, "7")
+    assert bootstrap.get_parallel() is group
 
 
 @pytest.mark.parametrize("number", [17, 21, 22, 23])
