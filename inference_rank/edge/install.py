@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.sglang.versions import resolved, with_key
 
@@ -16,7 +17,8 @@ from .adapters import adapters_of
 from .keys import Keys
 from .limits import Limits
 from .middleware import Edge
-from .requests import MODEL_NAME
+from .refusal import RequestRefusedError
+from .requests import MODEL_NAME, check_native
 from .settings import edge_settings
 
 PAUSED = "generation is paused; POST /continue_generation with the admin key ends that"
@@ -32,7 +34,8 @@ def install(
 
     `app` is not yet started. `execute_warmup_func` takes the server's arguments and sends SGLang's
     first request, over HTTP; it is returned with a key that the edge accepts. Raises
-    `SettingsError` if a key file or what the launcher handed over cannot be used.
+    `SettingsError` if a key file, what the launcher handed over or SGLang's own default of a
+    request cannot be used.
     """
     global _is_installed
     settings, rank_settings = edge_settings(), runtime_module.settings_from_environment()
@@ -48,6 +51,7 @@ def install(
         is_evaluation=rank_settings.evaluation,
         adapters=adapters_of(args, rank_settings.selection),
     )
+    _check_defaults(manager.preferred_sampling_params, limits)
     keys = Keys.read(settings)
     own_key = secrets.token_hex(32)
     keys.allow_internal(own_key)
@@ -81,6 +85,16 @@ def decide_request_auth(_original: Callable[..., Any], **_: Any) -> Any:
     if _is_installed:
         return AuthDecision(allowed=True)
     return AuthDecision(allowed=False, error_status_code=403)
+
+
+def _check_defaults(preferred: dict[str, Any] | None, limits: Limits) -> None:
+    """Refuse as default of all requests what none may ask for: SGLang adds it behind the edge."""
+    try:
+        check_native({"text": "any", "sampling_params": dict(preferred or {})}, limits)
+    except RequestRefusedError as refusal:
+        raise SettingsError(
+            f"SGLang argument --preferred-sampling-params: {refusal.message}"
+        ) from None
 
 
 def _tokenize_once(manager: Any) -> None:

@@ -143,6 +143,8 @@ def test_adapters_are_those_that_sglang_has_loaded(
     monkeypatch.setattr(install_module, "_is_installed", False)
     app: Any = SimpleNamespace(build_middleware_stack=lambda: None)
     model = SimpleNamespace(vocab_size=1000)
-    manager = SimpleNamespace(model_config=model, context_len=256, tokenizer=None)
+    manager = SimpleNamespace(
+        model_config=model, context_len=256, tokenizer=None, preferred_sampling_params=None
+    )
     install_module.install(app, args, manager, execute_warmup_func=lambda given: given)
     assert app.build_middleware_stack()._limits.adapters == Adapters(names=frozenset({"polite"}))

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked of SGLang's own settings when the edge is put around its application."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+from tandemkv.inference_rank.edge import install as install_module
+from tandemkv.inference_rank.edge.settings import EdgeSettings
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put an edge around an application whose requests have these defaults; without grammars."""
+    monkeypatch.setattr(install_module, "edge_settings", EdgeSettings)
+    runtime = install_module.runtime_module
+    monkeypatch.setattr(runtime, "settings_from_environment", RankSettings)
+    monkeypatch.setattr(install_module, "resolved", lambda args: args)
+    monkeypatch.setattr(install_module, "_refusal_counter", lambda: None)
+    monkeypatch.setattr(install_module, "_is_installed", False)
+    args = SimpleNamespace(
+        max_running_requests=2, served_model_name="m", grammar_backend="none", enable_lora=False
+    )
+
+    def install(preferred: dict[str, Any] | None) -> None:
+        app: Any = SimpleNamespace(build_middleware_stack=lambda: None)
+        manager = SimpleNamespace(
+            model_config=SimpleNamespace(vocab_size=1000), context_len=256, tokenizer=None,
+            preferred_sampling_params=preferred,
+        )  # fmt: skip
+        install_module.install(app, args, manager, execute_warmup_func=lambda given: given)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("preferred", "words"),
+    [
+        # SGLang 0.5.19 and later would decode rows beside the request's own, which have no sets.
+        ({"beam_width": 2}, "sampling_params.beam_width: this server has no such field"),
+        ({"stop_regex": "(a+)+b"}, "sampling_params.stop_regex: this server has no such field"),
+        ({"repetition_penalty": 1e-9}, "sampling_params.repetition_penalty=1e-09: a number from"),
+        ({"regex": "a"}, "for the server runs with --grammar-backend none"),
+        ({"max_new_tokens": 257}, "an integer from 0 to 256"),
+    ],
+)
+def test_a_default_of_all_requests_is_one_that_a_request_may_give(
+    installed: Any, preferred: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        installed(preferred)
+    assert str(caught.value).startswith("SGLang argument --preferred-sampling-params: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "preferred", [None, {}, {"temperature": 0.3, "top_p": 0.9, "max_new_tokens": 256, "top_k": -1}]
+)
+def test_others_are_left_as_they_are(installed: Any, preferred: dict[str, Any] | None) -> None:
+    given = None if preferred is None else dict(preferred)
+    installed(preferred)
+    assert preferred == given
