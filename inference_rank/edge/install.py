@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.inference_rank import runtime as runtime_module
@@ -37,6 +37,8 @@ def install(
     `SettingsError` if a key file, what the launcher handed over or SGLang's own default of a
     request cannot be used.
     """
+    from sglang.srt.entrypoints.openai.protocol import ReasoningEffortTier
+
     global _is_installed
     settings, rank_settings = edge_settings(), runtime_module.settings_from_environment()
     args = resolved(server_args)
@@ -46,6 +48,7 @@ def install(
         context_tokens=int(manager.context_len),
         max_running_requests=int(args.max_running_requests),
         model_names=frozenset({str(args.served_model_name), MODEL_NAME}),
+        reasoning_efforts=get_args(ReasoningEffortTier),
         has_grammars=args.grammar_backend != "none",
         has_suffixes=args.completion_template is not None,
         is_evaluation=rank_settings.evaluation,

@@ -34,6 +34,8 @@ class Limits:
     """Completions that SGLang decodes together."""
     model_names: frozenset[str]
     """Names that a request may give as its model."""
+    reasoning_efforts: tuple[str, ...]
+    """Levels of ``reasoning_effort`` that SGLang has."""
     has_grammars: bool = True
     """Whether SGLang has a grammar backend. Without one it ends such a request in the scheduler,
     and answers 500 to a stream with logprobs."""

@@ -155,8 +155,8 @@ def _template_options(name: str, value: Any, limits: Limits) -> None:
 
 def _effort(name: str, value: Any, limits: Limits) -> None:
     """Check ``reasoning_effort``: a level, or a number as SGLang's models with finer steps have."""
-    levels = only("none", "minimal", "low", "medium", "high", "xhigh", "max")
-    (levels if isinstance(value, str) else number(0, 0.99))(name, value, limits)
+    is_level = isinstance(value, str)
+    (only(*limits.reasoning_efforts) if is_level else number(0, 0.99))(name, value, limits)
 
 
 _CHAT_PROMPT: dict[str, Check] = {

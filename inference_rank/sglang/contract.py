@@ -154,6 +154,8 @@ sglang.srt.runtime_context
 sglang.srt.entrypoints.http_server
     app.build_middleware_stack
     _setup_and_run_http_server(server_args, tokenizer_manager, execute_warmup_func)
+sglang.srt.entrypoints.openai.protocol
+    ReasoningEffortTier
 sglang.srt.entrypoints.openai.serving_base
     OpenAIServingBase.handle_request(request, raw_request)
     OpenAIServingBase._convert_to_internal_request(request, raw_request)

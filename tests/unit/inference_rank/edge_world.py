@@ -77,6 +77,7 @@ def make_limits(
         context_tokens=256,
         max_running_requests=2,
         model_names=frozenset({"m", "default"}),
+        reasoning_efforts=("none", "low", "xhigh", "max"),
         has_grammars=has_grammars,
         has_suffixes=has_suffixes,
         is_evaluation=is_evaluation,

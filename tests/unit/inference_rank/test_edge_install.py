@@ -7,11 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.edge import install as install_module
+from tandemkv.inference_rank.edge.limits import Limits
+from tandemkv.inference_rank.edge.refusal import RequestRefusedError
+from tandemkv.inference_rank.edge.requests import check_chat
 from tandemkv.inference_rank.edge.settings import EdgeSettings
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 
 @pytest.fixture
@@ -27,15 +32,38 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
         max_running_requests=2, served_model_name="m", grammar_backend="none", enable_lora=False
     )
 
-    def install(preferred: dict[str, Any] | None) -> None:
+    def install(preferred: dict[str, Any] | None) -> Limits:
         app: Any = SimpleNamespace(build_middleware_stack=lambda: None)
         manager = SimpleNamespace(
             model_config=SimpleNamespace(vocab_size=1000), context_len=256, tokenizer=None,
             preferred_sampling_params=preferred,
         )  # fmt: skip
         install_module.install(app, args, manager, execute_warmup_func=lambda given: given)
+        limits: Limits = app.build_middleware_stack()._limits
+        return limits
 
     return install
+
+
+def test_levels_of_reasoning_are_those_of_the_installed_sglang(installed: Any) -> None:
+    """SGLang 0.5.23 takes one more: it is refused where stock SGLang refuses it, and only there."""
+    limits = installed(None)
+    version = sglang_versions.installed()
+    assert version is not None
+    has_ultra = sglang_versions.check_version(version) >= 23
+    for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra", "maximal"):
+        body = {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": effort}
+        taken_by_stock = True
+        try:
+            ChatCompletionRequest.model_validate({"model": "m", **body})
+        except ValueError:
+            taken_by_stock = False
+        assert taken_by_stock == (effort != "maximal" and (effort != "ultra" or has_ultra))
+        if taken_by_stock:
+            assert check_chat(body, limits) == 1
+        else:
+            with pytest.raises(RequestRefusedError, match=f"reasoning_effort='{effort}'"):
+                check_chat(body, limits)
 
 
 @pytest.mark.parametrize(
