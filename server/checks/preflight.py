@@ -29,7 +29,7 @@ from tandemkv.server.settings.sglang_args import check_sglang_args, check_sglang
 from .context_limit import how_to_extend
 from .model_files import check_model_files, check_query_weights
 from .ports import choose_port
-from .sglang_features import check_adapters, check_speculation
+from .sglang_features import check_adapters, check_speculation, check_watermark
 from .shared_gpus import check_shared_gpus
 
 
@@ -80,6 +80,7 @@ def resolve_launch(settings: ServeSettings, progress: Callable[[str], None]) -> 
         progress(advice)
     check_shared_gpus(settings.rank_settings.placement)
     check_speculation(settings, spec)
+    check_watermark(settings)
     check_selection(settings, spec)
     check_memory(settings, spec, model_dir, device=device)
     return ResolvedLaunch(

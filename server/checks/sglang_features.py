@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of SGLang's own features can be served: LoRA adapters, and drafts verified densely."""
+"""What of SGLang's own features can be served: adapters, drafts that are verified, watermarks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import value_of
 
 ALGORITHM = "--speculative-algorithm"
+_WATERMARK = "--enable-watermark"
 _LORA = "--lora-paths"
 _LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -96,4 +97,19 @@ def check_speculation(settings: ServeSettings, spec: ModelSpec) -> None:
         raise SettingsError(
             f"SGLang argument {ALGORITHM} cannot be passed with {spec.architecture}: drafts are "
             f"not verified in layers with {kind}; drop the argument"
+        )
+
+
+def check_watermark(settings: ServeSettings) -> None:
+    """Refuse SGLang's watermark of answers where a lost pass is done again.
+
+    SGLang has sampled in that pass, and the watermark goes by the tokens that were sampled. Raises
+    `SettingsError`, with what to do.
+    """
+    is_marked = value_of(settings.sglang_args, _WATERMARK) is not None
+    if is_marked and settings.cache_ranks != 0:
+        raise SettingsError(
+            f"SGLang argument {_WATERMARK} cannot be passed with "
+            f"cache_ranks={settings.cache_ranks}: tokens of a lost pass stay in the watermark's "
+            "context, and the answer would go on otherwise; use --cache-ranks 0"
         )

@@ -321,6 +321,13 @@ def test_drafts_are_not_verified_in_a_window(model_dir: Path) -> None:
         check_speculation(settings.settings, spec)
 
 
+def test_a_watermark_goes_where_no_pass_is_done_again(model_dir: Path) -> None:
+    marked = ("--enable-watermark", "--watermark-config", "mark.json")
+    resolve(model_dir, sglang_args=marked, cache_ranks=0)
+    with pytest.raises(SettingsError, match=r"--enable-watermark .* use --cache-ranks 0"):
+        resolve(model_dir, sglang_args=marked)
+
+
 def test_key_files_are_read_before_anything_starts(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"--api-key-file=.*cannot be read"):
         resolve(model_dir, edge={"api_key_file": tmp_path / "none"})
