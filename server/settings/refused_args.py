@@ -14,6 +14,7 @@ _DRAFT_MODEL = (
     "--speculative-algorithm, --speculative-num-draft-tokens and --speculative-ngram-…"
 )
 _PAST_INDEX = "tokens are selected from a key index, and K/V that it brings back are not in there"
+_OWN_LAYOUT = "tandemkv has its own KV layout"
 _PAST_EDGE = "its requests would not pass the checks of the HTTP server"
 _OTHER_BACKENDS = (
     "SGLang has it with some of its own attention backends alone, and ends with others"
@@ -49,7 +50,8 @@ _REFUSED = {
     "--prefill-attention-backend",
     _OTHER_BACKENDS: "--enable-deterministic-inference --rl-on-policy-target --enable-mis",
     "tandemkv captures decode steps alone; use the flags for each setting": "--cuda-graph-config",
-    "full graphs, or --disable-decode-cuda-graph for none": "--cuda-graph-backend-decode",
+    "full graphs, or --disable-decode-cuda-graph for none": "--cuda-graph-backend-decode "
+    "--debug-cuda-graph",
     _PREFILL_GRAPHS: "--enforce-piecewise-cuda-graph --enable-breakable-cuda-graph",
     "name the GPUs in CUDA_VISIBLE_DEVICES": "--base-gpu-id --gpu-id-step",
     # Doors beside the HTTP server, keys that others see, code in requests.
@@ -68,7 +70,7 @@ _REFUSED = {
     _PAST_INDEX: "--enable-hierarchical-cache --enable-hicache --enable-lmcache --enable-flexkv "
     "--enable-unified-cache-external-linker --radix-cache-backend",
     "the resident set is tandemkv's own": "--enable-hisparse",
-    "tandemkv has its own KV layout": "--enable-page-major-kv-layout --enable-kv-cache-sharding",
+    _OWN_LAYOUT: "--enable-page-major-kv-layout --enable-kv-cache-sharding",
     "tandemkv has its own KV pool": "--enable-unified-memory",
     "the routes that release memory are closed": "--enable-memory-saver "
     "--enable-weights-cpu-backup",
@@ -145,6 +147,7 @@ VARIABLES = {
     "SGLANG_GRPC_PORT": _PAST_EDGE,
     "SGLANG_RUST_SERVER": _PAST_EDGE,
     "SGLANG_OPT_USE_DEEPGEMM_MEGA_MOE": _NOT_WHOLE,
+    "SGLANG_USE_HND_KVCACHE": _OWN_LAYOUT,
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": "a graph would hold what is done on the host for a step",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "its models would take the place of those that are known here",
 }

@@ -104,7 +104,7 @@ def test_no_other_argument_is_taken_for_a_refused_one(actions: list[argparse.Act
         ["--page-size", "16"], ["--page-size=16"], ["--tp", "2"], ["--kv-cache-dtype", "fp8_e5m2"],
         ["--config", "x.yaml"], ["--port", "1"], ["--model-path", "m"], ["--max-total-tokens", "9"],
         ["--cuda-graph-backend-prefill", "full"], ["--cuda-graph-config", "{}"],
-        ["--cuda-graph-backend-decode", "breakable"],
+        ["--cuda-graph-backend-decode", "breakable"], ["--debug-cuda-graph"],
         ["--ssl-certfile", "x.pem"], ["--ssl-key=x.pem"], ["--api-key", "k"], ["--admin-api=k"],
         ["--enable-http2"], ["--fastapi-root-path", "/x"], ["--tokenizer-worker-num", "2"],
         ["--enable-custom-logit-processor"],
@@ -184,10 +184,10 @@ def test_a_value_may_be_refused_alone() -> None:
     "name",
     [
         "SGLANG_GRPC_PORT", "SGLANG_RUST_SERVER", "DUMPER_SERVER_PORT", "DUMPER_ENABLE",
-        "SGLANG_TEST_SCRIPTED_RUNTIME_ADDRESS",
+        "SGLANG_TEST_SCRIPTED_RUNTIME_ADDRESS", "SGLANG_USE_HND_KVCACHE",
     ],
 )  # fmt: skip
-def test_refuses_variables_that_open_other_doors(name: str) -> None:
+def test_refuses_variables_that_open_other_doors_or_lay_out_keys_otherwise(name: str) -> None:
     check_sglang_environment({name: "0", "SGLANG_LOG_MS": "1", "PATH": "/bin"})
     check_sglang_environment({name: "False"})
     with pytest.raises(SettingsError, match=f"environment variable {name} is set: .*; unset it"):
