@@ -86,7 +86,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
     if placement.has_far_pool:
         around[_CELL_SIZE] = lambda *_, **__: 0  # the pool lies elsewhere
     if runtime_module.nodes_from_environment() is not None:
-        around["sglang.srt.distributed.bootstrap._init_cpu_threads_env"] = nodes.around_threads
+        around[sglang_versions.BIND_THREADS] = sglang_versions.bind_threads_of_one
     return [
         (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
         ("sglang.srt.layers.radix_attention.RadixAttention.forward", progress.on_layer,

@@ -44,14 +44,6 @@ def check_settings(settings: RankSettings, args: Any) -> None:
     check_equal(sglang_versions.tensor_rank(), own)
 
 
-def around_threads(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Bind a scheduler's threads, without the sums in shared memory that SGLang sets up with that.
-
-    Those are for processes of one host.
-    """
-    return sglang_versions.bind_threads_of_one(original, *args, **kwargs)
-
-
 def serve_schedulers(
     original: Callable[..., Any], *args: Any, address: LinkAddress, **kwargs: Any
 ) -> None:

@@ -47,6 +47,7 @@ _EMPTY_LOGPROBS = 23
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _MODEL = "sglang.srt.arg_groups.model_hook"
 _BOOTSTRAP = "sglang.srt.distributed.bootstrap"
+BIND_THREADS = f"{_BOOTSTRAP}._init_cpu_threads_env"
 _TOKEN_LOGPROBS = "sglang.srt.layers.logprob_processor.get_token_ids_logprobs"
 _LAST = int(NEWEST.rpartition(".")[2])
 
@@ -273,7 +274,10 @@ def tensor_group() -> Any:
 
 
 def bind_threads_of_one(bind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call SGLang's `_init_cpu_threads_env`, given as `bind`, as in a group of one process."""
+    """Bind a scheduler's threads as in a group of one process (AROUND hook of `BIND_THREADS`).
+
+    Sums in shared memory, which SGLang sets up with that, are for processes of one host.
+    """
     if _number() < _RANKS_IN_CONTEXT:
         return bind(*args, **kwargs | {"tp_size": 1, "tp_rank": 0})
     bootstrap: Any = importlib.import_module(_BOOTSTRAP)

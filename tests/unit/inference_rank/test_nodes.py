@@ -28,6 +28,7 @@ from tandemkv.cache_rank.protocol.progress import ProgressClock
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank.sglang import nodes
+from tandemkv.inference_rank.sglang import versions as sglang_versions
 
 SCRIPT = Path(__file__).with_name("node_process.py")
 PATIENCE_S = 30.0
@@ -133,7 +134,7 @@ def test_sums_of_several_hosts_are_not_in_shared_memory(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_SIZE", "")
     bind = bootstrap._init_cpu_threads_env
     takes_ranks = "tp_size" in inspect.signature(bind).parameters
-    nodes.around_threads(bind, local_omp_cpuid=[7], **(ranks if takes_ranks else {}))
+    sglang_versions.bind_threads_of_one(bind, local_omp_cpuid=[7], **(ranks if takes_ranks else {}))
     assert told == [[7], (1, 0)]
     assert os.environ["LOCAL_SIZE"] == "1"
 
