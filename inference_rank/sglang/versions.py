@@ -148,6 +148,20 @@ def _number() -> int:
     return check_version(installed())
 
 
+@contextlib.contextmanager
+def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a module or an object of SGLang's have `value` for an attribute meanwhile."""
+    original, is_own = getattr(holder, name), name in vars(holder)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(holder, name, original)
+        else:
+            delattr(holder, name)
+
+
 # -- requests ----------------------------------------------------------------------------
 
 
@@ -202,12 +216,8 @@ def describe_buffers(pool: Any) -> None:
     have different numbers; only what tandemkv refuses reads a description: transfers to other
     hosts, and memory that SGLang maps itself.
     """
-    size = pool.size
-    pool.size = len(pool.k_buffer[0]) - int(pool.page_size)
-    try:
+    with _replaced(pool, "size", len(pool.k_buffer[0]) - int(pool.page_size)):
         pool._kv_buffer_descs = pool._build_kv_buffer_descs()
-    finally:
-        pool.size = size
     pool._init_data_ptrs_and_strides()
 
 
@@ -282,11 +292,8 @@ def bind_threads_of_one(bind: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return bind(*args, **kwargs | {"tp_size": 1, "tp_rank": 0})
     bootstrap: Any = importlib.import_module(_BOOTSTRAP)
     original = bootstrap.get_parallel
-    bootstrap.get_parallel = lambda: With(original(), tp_size=1, tp_rank=0)
-    try:
+    with _replaced(bootstrap, "get_parallel", lambda: With(original(), tp_size=1, tp_rank=0)):
         return bind(*args, **kwargs)
-    finally:
-        bootstrap.get_parallel = original
 
 
 # -- arguments ---------------------------------------------------------------------------
@@ -318,19 +325,13 @@ def taken_for(args: Any, backend: str, other: str) -> Iterator[None]:
         holder, name = args, "_resolved_attention_backends"
     else:
         holder, name = importlib.import_module(_MODEL), "attention_backends_of"
-    original, is_own = getattr(holder, name), name in vars(holder)
+    original = getattr(holder, name)
 
-    def replaced(*given: Any) -> tuple[Any, ...]:
+    def taken(*given: Any) -> tuple[Any, ...]:
         return tuple(other if found == backend else found for found in original(*given))
 
-    setattr(holder, name, replaced)
-    try:
+    with _replaced(holder, name, taken):
         yield
-    finally:
-        if is_own:
-            setattr(holder, name, original)
-        else:
-            delattr(holder, name)
 
 
 # -- log probabilities -------------------------------------------------------------------
@@ -377,11 +378,8 @@ def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:
         found = original()
         return With(found, api_key=key) if threading.get_ident() == thread else found
 
-    http_server.get_serving = get_serving
-    try:
+    with _replaced(http_server, "get_serving", get_serving):
         return send(server_args)
-    finally:
-        http_server.get_serving = original
 
 
 class With:
