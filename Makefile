@@ -47,7 +47,8 @@ check-newest: setup ## of these what CI runs: the contract, and servers of two p
 	@deploy/cpu/setup.sh --newest
 	@$(TEST_ENV) $(VENV)-newest/bin/python -m pytest $(SHARED) -m "not gpu and not multi_gpu and not slow" \
 	    tests/unit/inference_rank/test_sglang_contract.py tests/unit/inference_rank/test_sglang_versions.py \
-	    tests/unit/inference_rank/test_start_method.py tests/unit/server/test_sglang_args.py \
+	    tests/unit/inference_rank/test_start_method.py tests/unit/inference_rank/test_edge_install.py \
+	    tests/unit/server/test_sglang_args.py \
 	    tests/unit/server/test_embedded_model.py tests/e2e/test_shared.py $(ARGS)
 
 test-all: setup ## also the slow tests
