@@ -18,7 +18,7 @@ from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank.edge.install import AROUND, install, pause_reason, refusals
+from tandemkv.inference_rank.edge.install import install, pause_reason, refusals
 
 from .contract import check_hooks_applied
 from .drain import DrainMiddleware
@@ -38,9 +38,11 @@ def serve_http(
     Raises `SettingsError` if the edge cannot be as it is set, and `ContractError` if SGLang did not
     apply a hook: it only logs that.
     """
+    from .hooks import http_hooks
+
+    check_hooks_applied([target for target, _, _ in http_hooks()])
     from sglang.srt.entrypoints.http_server import app
 
-    check_hooks_applied(tuple(AROUND))
     add_routes(app, manager)
     with_key = install(app, server_args, manager, execute_warmup_func=execute_warmup_func)
     return (server_args, manager, *args), kwargs | {"execute_warmup_func": with_key}

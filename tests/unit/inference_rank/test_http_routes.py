@@ -14,13 +14,16 @@ import httpx
 import prometheus_client
 import pytest
 from fastapi import FastAPI
+from sglang.srt.plugins.hook_registry import HookRegistry
 
+from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.edge import install as install_module
 from tandemkv.inference_rank.sglang import http_routes
+from tandemkv.inference_rank.sglang.hooks import http_hooks
 
 
 def collect(
@@ -31,6 +34,19 @@ def collect(
     monkeypatch.setattr(http_routes, "_ask", lambda _path: {"ready": rank_ready})
     run_dir: Any = SimpleNamespace(inference_socket=Path("none"))
     return asyncio.run(http_routes.collect_status(run_dir, not_ready=reason))
+
+
+@pytest.mark.parametrize(
+    "lost", ["TokenizerManager.create_abort_task", "SignalHandler.sigterm_handler"]
+)
+def test_each_hook_of_the_http_process_is_proven(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them a stream's end may abort a later request, and SIGTERM does not drain."""
+    applied = {target for target, _, _ in http_hooks() if not target.endswith(lost)}
+    monkeypatch.setattr(HookRegistry, "_patched", applied)
+    with pytest.raises(ContractError, match=f"did not apply the hooks on [a-z_.]*{lost};"):
+        http_routes.serve_http(None, None, execute_warmup_func=None)
 
 
 def test_not_ready_before_sglang_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
