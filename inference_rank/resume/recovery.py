@@ -83,8 +83,8 @@ class Recovery:
         self._reason: str | None = None  # of the latest loss, also once an epoch was adopted
         self._began = self._paused_s = self._served_since = 0.0
         self._confirmed = self._num_taken = -1
-        self._failed_resumes = self._failures = 0
-        self._not_before = 0.0
+        self._failed_resumes = 0
+        self._not_before, self._backoff_s = 0.0, _FIRST_BACKOFF_S
         self._was_paused = False
         self._reconnecting: Reconnecting | None = None
         self._opened: Any = None
@@ -190,10 +190,8 @@ class Recovery:
 
     def _fail_to_resume(self) -> None:
         self._failed_resumes += 1
-        self._failures += 1
-        self._not_before = time.monotonic() + min(
-            _LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**self._failures
-        )
+        self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * self._backoff_s)
+        self._not_before = time.monotonic() + self._backoff_s
         self._end_epoch()
         self._count_losses()
         self._await_cache_rank()
@@ -266,7 +264,7 @@ class Recovery:
         self._counters.restored_rows_total += restored
         self._counters.reseeded_rows_total += reseeded
         self._counters.note_pause(pause_s)
-        self.state, self.is_down, self._failures = State.SERVING, False, 0
+        self.state, self.is_down, self._backoff_s = State.SERVING, False, _FIRST_BACKOFF_S
         scheduler._engine_paused = self._was_paused
         _LOG.warning(
             "the cache rank is back after %.2f s, epoch %d: %d resident sets taken up, %d seeded "

@@ -343,6 +343,14 @@ def test_a_take_up_that_failed_is_forgotten_with_its_pause(world: World) -> None
     assert world.counters.recomputed_requests_total == 0
 
 
+def test_a_cache_rank_that_fails_for_hours_does_not_end_the_scheduler(world: World) -> None:
+    """Every few seconds one comes back and ends again, as where its container is too small."""
+    recovery = recovery_of(world, Connection())
+    for _ in range(1100):
+        recovery._fail_to_resume()
+    assert 4 < recovery._not_before - time.monotonic() <= 5
+
+
 def test_requests_whose_grammar_is_compiled_are_refused_as_well(world: World) -> None:
     """SGLang keeps them in a queue of their own, and looks there before a pass only."""
     connection = Connection()
