@@ -23,6 +23,7 @@ from tandemkv.cache_rank.protocol.step_ring import CONSUMED, StepRing, ring_shap
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links import connection as connection_module
 from tandemkv.inference_rank.links.connection import SharedConnection
+from tandemkv.inference_rank.links.patience import Patience
 
 
 @pytest.fixture
@@ -137,6 +138,24 @@ def test_an_engine_that_does_not_get_ready_is_lost(
         slow.await_prepared()
     assert time.monotonic() - begun >= (0.6 if has_read else 0.1)
     assert slow.is_lost()
+
+
+@pytest.mark.parametrize("has_read", [False, True])
+def test_a_pause_of_our_own_is_not_the_engines(
+    slow: SharedConnection, monkeypatch: pytest.MonkeyPatch, has_read: bool
+) -> None:
+    """Where all of a container is stopped for a while both processes are, and go on together."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    slow._flags.raise_to(CONSUMED, int(has_read))
+    patience = Patience(slow._flags, 4, announced=1, read_s=4.0, work_s=4.0)
+    assert not patience.is_over()
+    now += 3600
+    assert not patience.is_over(), "the engine cannot have moved"
+    asked = 0
+    while not patience.is_over():
+        now, asked = now + 0.5, asked + 1
+    assert asked == 4, "half of the time is left to it"
 
 
 def test_leaving_ends_them_too_and_is_no_loss(
