@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.engine_program import check_other_layers
-from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.errors import AlreadyServedError, ContractError
+from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import inference_homes, one_gpu_homes
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, layers_of_pool
@@ -63,7 +64,8 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
 def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes, MappedTensors]:
     """Return what outlives an epoch, for SGLang's `pool` and request `table`.
 
-    Raises `SettingsError` if the model has layers that a cache rank is in the way of.
+    Raises `SettingsError` if the model has layers that a cache rank is in the way of,
+    `AlreadyServedError` if another inference rank of the run directory uses the memory.
     """
     settings = runtime_module.settings_from_environment()
     placement = settings.placement
@@ -86,6 +88,12 @@ def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes,
     else:
         homes = inference_homes(device, placement.tp_per_node, placement.num_sharing)
     run_dir = rank_run_dir(placement)
+    # What the launcher holds is emptied for its next user. This process serves its status later.
+    if server_pid(run_dir.inference_socket) is not None:
+        raise AlreadyServedError(
+            f"{run_dir.path}: a live inference rank uses its memory; stop that one or give another "
+            "--run-dir"
+        )
     return sizes, make_tensors(KEPT, model, settings, sizes, homes, run_dir)
 
 

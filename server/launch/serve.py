@@ -21,6 +21,7 @@ from rich.markup import escape
 from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import FAULTS_VARIABLE, enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.checks.ports import server_url
@@ -44,7 +45,6 @@ from .cache_rank_launch import (
     clean_run_dir,
     log_to_stderr,
     restart_rules,
-    status_detail,
 )
 from .child_process import ChildSpec
 from .launcher import Launcher, LaunchPlan
@@ -112,11 +112,11 @@ def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) ->
 
 
 def refuse_live_server(run_dir: RunDir) -> None:
-    """Refuse a run directory whose inference rank is alive.
+    """Refuse a run directory whose inference rank is alive, also if it is too busy to answer.
 
-    Raises `SettingsError` if it answers.
+    Raises `SettingsError`.
     """
-    if status_detail(run_dir.inference_socket) is None:
+    if server_pid(run_dir.inference_socket) is not None:
         raise SettingsError(
             f"run_dir={run_dir.path}: another server is running there; stop it or give another "
             "--run-dir"

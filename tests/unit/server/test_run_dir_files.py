@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,16 +160,24 @@ def test_the_watchdog_keeps_the_lock_until_it_has_removed_what_is_there(tmp_path
     os.close(take_lock(tmp_path / "launcher"))
 
 
-def test_a_live_inference_rank_keeps_its_directory(launch: ResolvedLaunch) -> None:
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_live_inference_rank_keeps_its_directory(launch: ResolvedLaunch, is_busy: bool) -> None:
     """In process there is no cache rank that would answer."""
     run_dir = RunDir.create(launch.settings.run_dir)
     reply = StatusReply(role="inference_rank", epoch=1, ready=True, values={}, info={})
-    server = StatusServer(run_dir.inference_socket, status=lambda: reply)
+    go_on = threading.Event()
+
+    def status() -> StatusReply:
+        assert not is_busy or go_on.wait(60)
+        return reply
+
+    server = StatusServer(run_dir.inference_socket, status=status)
     try:
         with pytest.raises(SettingsError, match="another server is running there"):
             prepare_run_dir(launch)
         assert run_dir.inference_socket.exists()
     finally:
+        go_on.set()
         server.close()
 
 
