@@ -24,9 +24,9 @@ from tandemkv.cache_rank.protocol.handshake import check_hello
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import DescriptorListener, send_tensors
-from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
-from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, kept_specs
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, kept_specs, part_books
 from tandemkv.cache_rank.protocol.message.opening import most_told, opening_s
 from tandemkv.cache_rank.protocol.messages import (
     TOTALS_OF_PROCESS,
@@ -241,8 +241,9 @@ class SharedEngineService:
         connection, tensors = self._listener.accept(
             self._homes, token=token, epoch=epoch, timeout_s=limit_s
         )
-        session: SharedSession | None = None
+        made, session = MappedTensors(), None
         try:
+            made = part_books(tensors, model, self._settings.selection, sizes)
             session = SharedSession(
                 epoch=epoch,
                 model=model,
@@ -252,16 +253,18 @@ class SharedEngineService:
                 shard=self._shard,
                 connection=connection,
                 tensors=tensors,
+                made=made,
                 clock=self._clock,
             )
-            send_tensors(connection, session.made)
+            send_tensors(connection, made)
         except BaseException as error:
             with contextlib.suppress(OSError):  # it may be gone, and that the reason
                 send_tensors(connection, error=f"{type(error).__name__}: {error}")
             if session is not None:
                 session.close()
             connection.close()
-            tensors.close()
+            for mapped in (tensors, made):
+                mapped.close()
             raise
         return session
 

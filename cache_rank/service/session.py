@@ -21,11 +21,7 @@ from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import wait_for_hang_up
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.memory.shared_region import (
-    RegionSizes,
-    part_books,
-    pools_of,
-)
+from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, pools_of
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.models.predictor_weights import MappedPredictor
@@ -53,19 +49,11 @@ within a step or not soon."""
 class SharedSession:
     """An engine on memory that the inference rank made, and the steps that it is asked for.
 
-    It ends with the inference rank's `connection`, and the `tensors`, which that has made, are
-    closed with it. Weights of the prediction are of the heads of `shard`.
-
-    Attributes
-    ----------
-    made : MappedTensors
-        What the engine remembers of rows, for the inference rank to hold: made by it, or by the
-        engine of an earlier epoch.
-
-    Raises
-    ------
-    ProtocolError
-        If the tensors are not those that were agreed on, and what an engine like this one made.
+    It ends with the inference rank's `connection`. `tensors`, which that has made, and `made` are
+    closed with it: what the engine remembers of rows, for the inference rank to hold. `made` has
+    what the engine of an earlier epoch made, and gets the rest. Weights of the prediction are of
+    the heads of `shard`. Raises `ProtocolError` if an engine like this one makes something else;
+    all of the arguments are the caller's then.
     """
 
     def __init__(
@@ -79,17 +67,17 @@ class SharedSession:
         shard: HeadShard,
         connection: socket.socket,
         tensors: MappedTensors,
+        made: MappedTensors,
         clock: BusyClock,
     ) -> None:
         selection = settings.selection
-        self.made = part_books(tensors, model, selection, sizes)
-        unknown = {spec.name for spec in self.made.specs}
+        unknown = {spec.name for spec in made.specs}
 
         def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             unknown.discard(name)
-            return self.made.allocate(name, shape, dtype)
+            return made.allocate(name, shape, dtype)
 
-        self.number, self._clock = epoch, clock
+        self.number, self._made, self._clock = epoch, made, clock
         self._connection, self._tensors = connection, tensors
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=allocate, shard=shard)
         predict = _predictor(tensors, model, settings, shard)
@@ -159,7 +147,7 @@ class SharedSession:
         """Return what a step that is cut short is done again from; None if nothing is selected."""
         if not self.engine.program.selects:
             return None
-        books = {name: self.made[name] for name in _VERSIONED}
+        books = {name: self._made[name] for name in _VERSIONED}
         if log_weight is not None:
             books["sample_log_weight"] = log_weight
         return RowVersions(books, allocate)
@@ -210,7 +198,7 @@ class SharedSession:
         self._waker.close()
         try:
             self._tensors.close()
-            self.made.close()
+            self._made.close()
         finally:
             self._connection.close()  # tells the inference rank that nothing of this is written
 

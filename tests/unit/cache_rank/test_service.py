@@ -48,19 +48,21 @@ def test_all_is_given_back_where_the_inference_rank_ends_meanwhile(
     tensors.allocate("flags", (4,), torch.int64)
     made.allocate("stamps", (4,), torch.int64)
 
-    def build(**given: Any) -> Any:
+    def build(*, made: MappedTensors, **_: Any) -> Any:
+        made.allocate("books", (4,), torch.int64)
         if not is_built:
-            raise ProtocolError("the tensors are not those that were agreed on")
-        return SimpleNamespace(made=made, close=lambda: closed.append(True))
+            raise ProtocolError("that is nothing that this engine keeps")
+        return SimpleNamespace(close=lambda: closed.append(True))
 
     monkeypatch.setattr("tandemkv.cache_rank.service.service.SharedSession", build)
+    monkeypatch.setattr("tandemkv.cache_rank.service.service.part_books", lambda *_: made)
     monkeypatch.setattr(service._listener, "accept", lambda *_, **__: (connection, tensors))
     with pytest.raises(BrokenPipeError if is_built else ProtocolError):
         service._accept(1, service._model, RegionSizes(num_slots=9, num_rows=2, page_size=1))
     assert closed == [True] * is_built
     assert connection.fileno() == -1
     assert not tensors.specs
-    made.close()
+    assert not made.specs
 
 
 def test_silence_that_is_told_late_does_not_end_the_next_epoch(
