@@ -25,6 +25,7 @@ _OTHER_ATTENTION = {
 mean nothing."""
 _OTHER_SCALES = ("attention_multiplier", "query_pre_attn_scalar")
 _BATCH_DEPENDENT_ROPE = ("longrope", "su")
+_MOST_LAYERS = 1 << 12
 _PATTERNS = {
     "sliding_attention": "sliding_window_pattern",
     "linear_attention": "full_attention_interval",
@@ -37,7 +38,11 @@ def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str
 
     Raises `UnsupportedModelError`, with the field and the reason.
     """
-    if reason := next(_objections(config, entry), ""):
+    try:
+        reason = next(_objections(config, entry), "")
+    except TypeError as error:
+        reason = f"config.json garbles a field that lists layers ({error})"
+    if reason:
         raise UnsupportedModelError(f"model={name}: {reason}; {_STOCK}")
 
 
@@ -89,6 +94,8 @@ def _other_layers(config: Mapping[str, Any], entry: Architecture) -> tuple[int, 
     if not entry.full_every:
         return ()
     count, kinds = int(config["num_hidden_layers"]), config.get("layer_types")
+    if count > _MOST_LAYERS:  # they are listed below
+        raise ValueError(f"num_hidden_layers={count} must be {_MOST_LAYERS} at most")
     if kinds is None:
         every = int(config.get(_PATTERNS[entry.others]) or entry.full_every)
         found = tuple(x for x in range(count) if (x + 1) % every)

@@ -40,6 +40,7 @@ _BITS = {
 }  # fmt: skip
 _UNCONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """How checkpoints name the list of modules that are not quantised."""
+_EXPRESSION = "re:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ def format_of(config: Mapping[str, Any]) -> WeightFormat | None:
         read = _READ.get(method, _unknown)(found)
         method, unconverted = read.method or method, _unconverted(found)
         return replace(read, method=method, unconverted=unconverted)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         reason = f"quantization_config lacks or garbles a field ({type(error).__name__}: {error})"
         return WeightFormat(method=method, reason=reason)
 
@@ -193,12 +194,16 @@ def _packed_bits(bits: int, group: int) -> float:
 
 def _unconverted(found: Mapping[str, Any]) -> tuple[str, ...]:
     lists = (found.get(name) for name in _UNCONVERTED)
-    return tuple(str(name) for names in lists if isinstance(names, list) for name in names)
+    names = tuple(str(name) for names in lists if isinstance(names, list) for name in names)
+    for name in names:
+        if name.startswith(_EXPRESSION):
+            re.compile(name.removeprefix(_EXPRESSION))
+    return names
 
 
 def _is_named(module: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
+    if pattern.startswith(_EXPRESSION):
+        return re.match(pattern.removeprefix(_EXPRESSION), module) is not None
     return fnmatchcase(f".{module}.", f"*.{pattern}.*")
 
 

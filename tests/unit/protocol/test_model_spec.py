@@ -109,6 +109,12 @@ def test_without_kv_heads_each_head_has_its_own(tmp_path: Path) -> None:
         ({"num_attention_heads": None}, "num_attention_heads"),
         ({"num_attention_heads": "many"}, "garbles"),
         ({"num_attention_heads": 0}, "garbles"),
+        ({"layer_types": 3}, "garbles"),
+        ({"attn_type_list": True}, "garbles"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 1 << 70},
+            "garbles.*num_hidden_layers=1180591620717411303424 must be 4096 at most",
+        ),
         ({"max_position_embeddings": 1 << 25}, "garbles.*<= 16777216"),
         ({"num_key_value_heads": 4}, "must be a multiple"),
     ],

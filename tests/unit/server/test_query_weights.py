@@ -194,6 +194,13 @@ def test_modules_that_are_not_quantised(says: dict[str, Any], module: str, conve
     assert found.converts(f"model.layers.{module}") is converts
 
 
+def test_an_expression_that_is_none_is_told_of() -> None:
+    found = format_of({"quantization_config": {"quant_method": "fp8", "ignore": ["re:("]}})
+    assert found is not None
+    assert "garbles a field (error: missing )" in found.reason
+    assert found.converts("model.layers.0.self_attn.q_proj")
+
+
 def test_host_memory_has_w_q_where_it_is_held_once_more(tmp_path: Path) -> None:
     write_float8(tmp_path, BLOCKS)
     spec = read_model_spec(tmp_path, dtype="bfloat16")
