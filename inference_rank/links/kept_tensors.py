@@ -43,6 +43,8 @@ def make_tensors(
         return kept
     kept.close()
     kept = MappedTensors(homes)
+    # What was made with other settings must not take the memory of what is made now.
+    let_hold(holder, kept, token=token, group=group)
     try:
         for spec in wanted:
             if is_sparse and is_pool(spec):

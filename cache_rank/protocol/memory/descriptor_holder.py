@@ -87,10 +87,12 @@ class DescriptorHolder:
             close_all(descriptors)
             return
         specs, held = self._held.get(message.group, ((), []))
-        if message.specs:
+        if message.specs or message.error:
             close_all(held)
             self._held[message.group] = (message.specs, descriptors)
             specs, held = (), []  # they are there: nothing needs to go back
+        else:
+            close_all(descriptors)
         answer = TensorsMessage(specs=specs, group=message.group)
         send_descriptors(connection, answer, held)
 

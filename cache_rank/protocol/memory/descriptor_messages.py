@@ -51,7 +51,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class TensorsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Tensors whose descriptors come with the message.
 
-    `error` is empty if all is well. `group` is for who holds them (`descriptor_holder`).
+    `error` is empty if all is well, and else why there are none. `group` is for who holds them
+    (`descriptor_holder`): without tensors it is asked for them, with an error it lets go of them.
     """
 
     token: Annotated[bytes, msgspec.Meta(max_length=64)] = b""

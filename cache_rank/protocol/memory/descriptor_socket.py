@@ -147,10 +147,12 @@ def send_tensors(
 
 
 def let_hold(path: Path, tensors: MappedTensors, *, token: bytes, group: str) -> bool:
-    """Let the holder at `path` have `tensors` as `group`, instead of what it had; False: none."""
-    if not tensors.specs:
-        return False
-    message = TensorsMessage(token=token, specs=tensors.specs, group=group)
+    """Let the holder at `path` have `tensors`, or none, as `group`, instead of what it had.
+
+    Returns whether there is a holder.
+    """
+    reason = "" if tensors.specs else "there are none any more"
+    message = TensorsMessage(token=token, error=reason, specs=tensors.specs, group=group)
     try:
         exchange(path, message, tensors.descriptors, timeout_s=HOLDER_TIMEOUT_S)
     except (OSError, TandemKVError):

@@ -15,7 +15,11 @@ from descriptors import open_descriptors
 
 from tandemkv.cache_rank.protocol.errors import CacheRankError, CacheRankLostError
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder, ask_holder
-from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import (
+    TensorsMessage,
+    TensorSpec,
+    exchange,
+)
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import let_hold, take_held
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 
@@ -75,6 +79,18 @@ def test_what_comes_later_takes_the_place_of_what_was(path: Path, holder: Descri
     assert num_descriptors() == before + 1
 
 
+def test_what_is_no_more_is_let_go_of(path: Path, holder: DescriptorHolder) -> None:
+    before = num_descriptors()
+    tensors = made(1.0)
+    assert let_hold(path, tensors, token=TOKEN, group="kept")
+    assert let_hold(path, MappedTensors(), token=TOKEN, group="kept")
+    assert not take_held(path, token=TOKEN, group="kept").specs
+    question = TensorsMessage(token=TOKEN, group="kept")
+    exchange(path, question, tensors.descriptors, timeout_s=5)  # of which nobody has use
+    tensors.close()
+    assert num_descriptors() == before
+
+
 def test_strangers_get_nothing_and_leave_nothing(path: Path, holder: DescriptorHolder) -> None:
     tensors = made(3.0)
     assert let_hold(path, tensors, token=TOKEN, group="kept")
@@ -96,7 +112,8 @@ def test_strangers_get_nothing_and_leave_nothing(path: Path, holder: DescriptorH
 
 def test_without_a_holder_all_is_made_anew(path: Path) -> None:
     tensors = made(1.0)
-    assert not let_hold(path, tensors, token=TOKEN, group="kept")
+    for each in (tensors, MappedTensors()):
+        assert not let_hold(path, each, token=TOKEN, group="kept")
     assert not take_held(path, token=TOKEN, group="kept").specs
     tensors.close()
 
