@@ -80,14 +80,19 @@ class IpcRouter(Router[Message]):
     """The serving end.
 
     A file that a dead process left at `path` is taken over. Raises `CacheRankError` if a live
-    process serves `path`, or it cannot be bound.
+    process serves `path`, it cannot be bound, or there is no socket to be had.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._closed = False
         self._lock = take_lock(path)
-        super().__init__(CODEC)
+        try:
+            with making_socket(path):
+                super().__init__(CODEC)
+        except CacheRankError:
+            os.close(self._lock)
+            raise
         try:
             self._socket.bind(f"ipc://{path}")
             path.chmod(0o600)
@@ -231,7 +236,7 @@ def making_socket(place: object) -> Iterator[None]:
         yield
     except zmq.ZMQError as error:
         raise CacheRankError(
-            f"{place} cannot be called: {error}; this process may lack descriptors (ulimit -n)"
+            f"{place}: no socket can be made: {error}; the process may lack descriptors (ulimit -n)"
         ) from error
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import signal
 import socket
@@ -231,6 +232,19 @@ server = ControlServer(RunDir.open(sys.argv[1]))
 print("bound", flush=True)
 time.sleep(60)
 """
+
+
+def test_a_server_that_gets_no_socket_says_so_and_keeps_no_lock(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lack_descriptors() -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr("tandemkv.cache_rank.protocol.ipc._require_descriptors", lack_descriptors)
+    with pytest.raises(CacheRankError, match=r"no socket can be made: Too many open files.*ulimit"):
+        ControlServer(run_dir)
+    monkeypatch.undo()
+    ControlServer(run_dir).close()
 
 
 def test_socket_of_a_dead_process_is_taken_over(run_dir: RunDir) -> None:
