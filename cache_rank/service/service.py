@@ -23,7 +23,11 @@ from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.handshake import check_hello
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
-from tandemkv.cache_rank.protocol.memory.descriptor_socket import DescriptorListener, send_tensors
+from tandemkv.cache_rank.protocol.memory.descriptor_socket import (
+    DescriptorListener,
+    send_reason,
+    send_tensors,
+)
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, kept_specs, part_books
@@ -258,8 +262,7 @@ class SharedEngineService:
             )
             send_tensors(connection, made)
         except BaseException as error:
-            with contextlib.suppress(OSError):  # it may be gone, and that the reason
-                send_tensors(connection, error=f"{type(error).__name__}: {error}")
+            send_reason(connection, error)
             if session is not None:
                 session.close()
             connection.close()

@@ -57,8 +57,9 @@ class DescriptorListener:
         """Return the connection to the inference rank of `epoch`, and its tensors, mapped.
 
         `homes` as of `MappedTensors`. Others in the meantime are turned away. Raises
-        `CacheRankLostError` if none comes in time, or it says that it will not; `ProtocolError` if
-        what comes is not as agreed.
+        `CacheRankLostError` if none comes in time, or it says that it will not. Raises
+        `ProtocolError` if what comes is not as agreed, and `SettingsError` if it cannot be mapped
+        here; the inference rank is told why.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -73,7 +74,8 @@ class DescriptorListener:
                     raise CacheRankLostError(message.error)
                 reach("memory.accept")
                 return connection, attach_all(message.specs, descriptors, homes)
-            except BaseException:
+            except BaseException as error:
+                send_reason(connection, error)
                 connection.close()
                 raise
 
@@ -144,6 +146,12 @@ def send_tensors(
     specs = tuple(spec for each in tensors for spec in each.specs)
     message = TensorsMessage(token, epoch, error[:4096], specs)
     send_descriptors(connection, message, [each for some in tensors for each in some.descriptors])
+
+
+def send_reason(connection: socket.socket, error: BaseException) -> None:
+    """Tell why there are no tensors; one that is gone, maybe for that reason, is not told."""
+    with contextlib.suppress(OSError):
+        send_tensors(connection, error=f"{type(error).__name__}: {error}")
 
 
 def let_hold(path: Path, tensors: MappedTensors, *, token: bytes, group: str) -> bool:

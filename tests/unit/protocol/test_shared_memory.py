@@ -24,7 +24,7 @@ from tandemkv.cache_rank.protocol.errors import (
     ProtocolError,
     SettingsError,
 )
-from tandemkv.cache_rank.protocol.memory import host_memory
+from tandemkv.cache_rank.protocol.memory import host_memory, mapped_tensors
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import (
     DescriptorListener,
@@ -173,6 +173,26 @@ def test_a_refusal_is_told_and_strangers_are_turned_away(
     found[0].join()  # type: ignore[attr-defined]
     assert isinstance(found[1], HandshakeRefusedError)
     assert "too large for me" in str(found[1])
+    listener.close()
+
+
+def test_memory_that_cannot_be_mapped_is_refused_in_words(
+    tmp_path: Path, listener: DescriptorListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs without peer access, of which the cache rank is the first to know."""
+
+    def map_nothing(*_: object) -> torch.Tensor:
+        raise SettingsError("cannot be used from here")
+
+    ours = MappedTensors()
+    ours.allocate("kv", (4,), torch.float32)
+    monkeypatch.setattr(mapped_tensors, "map_memory", map_nothing)
+    found = offer(tmp_path / "m.sock", ours)
+    with pytest.raises(SettingsError, match="cannot be used from here"):
+        listener.accept(token=TOKEN, epoch=3, timeout_s=5)
+    found[0].join()  # type: ignore[attr-defined]
+    assert isinstance(found[1], HandshakeRefusedError)
+    assert "SettingsError: cannot be used from here" in str(found[1])
     listener.close()
 
 
