@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tandemkv.cache_rank.engine.factory import make_policy
@@ -200,7 +201,7 @@ class SharedEngineService:
             self._refuse(peer, refused)
             return
         # A Hello may have waited for long: who gave up must not end another's epoch.
-        if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+        if not self._is_there(peer):
             logger.info("ignored the Hello of an inference rank that is gone")
             return
         self._end_epoch("a new inference rank came")
@@ -229,7 +230,7 @@ class SharedEngineService:
             logger.warning("epoch %d: who asked for it is gone", epoch)
             return
         try:
-            self._session = self._accept(epoch, model, sizes)
+            self._session = self._accept(epoch, model, sizes, partial(self._is_there, peer))
         except Exception as error:  # the inference rank was told
             self._totals["protocol_errors_total"] += 1
             self._heartbeat.forget()
@@ -238,12 +239,18 @@ class SharedEngineService:
         self._totals["epochs_total"] += 1
         logger.info("epoch %d: %s, %d rows", epoch, model.dtype, hello.max_rows)
 
-    def _accept(self, epoch: int, model: ModelSpec, sizes: RegionSizes) -> SharedSession:
+    def _is_there(self, peer: bytes) -> bool:
+        """Whether an inference rank still waits for its epoch, by a message that it ignores."""
+        return self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0))
+
+    def _accept(
+        self, epoch: int, model: ModelSpec, sizes: RegionSizes, is_there: Callable[[], bool]
+    ) -> SharedSession:
         """Take the inference rank's memory, and build the engine on it."""
         limit_s = self._settings.exchange.transfer_timeout_s + self._opening_s(model, sizes)
         token = self._run_dir.token
         connection, tensors = self._listener.accept(
-            self._homes, token=token, epoch=epoch, timeout_s=limit_s
+            self._homes, token=token, epoch=epoch, timeout_s=limit_s, is_there=is_there
         )
         made, session = MappedTensors(), None
         try:

@@ -14,7 +14,7 @@ import hmac
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import (
@@ -39,6 +39,7 @@ from .descriptor_messages import (
 from .mapped_tensors import Homes, MappedTensors
 
 _WITHDRAW_S = 1.0
+_LOOK_S = 0.5
 
 
 class DescriptorListener:
@@ -52,18 +53,20 @@ class DescriptorListener:
         self._socket = listening(path, backlog=1)
 
     def accept(
-        self, homes: Homes | None = None, *, token: bytes, epoch: int, timeout_s: float
-    ) -> tuple[socket.socket, MappedTensors]:
+        self, homes: Homes | None = None, *, token: bytes, epoch: int, timeout_s: float,
+        is_there: Callable[[], bool] = lambda: True,
+    ) -> tuple[socket.socket, MappedTensors]:  # fmt: skip
         """Return the connection to the inference rank of `epoch`, and its tensors, mapped.
 
-        `homes` as of `MappedTensors`. Others in the meantime are turned away. Raises
-        `CacheRankLostError` if none comes in time, or it says that it will not. Raises
+        `homes` as of `MappedTensors`. `is_there` is asked twice a second: one that was welcomed may
+        end, or give up, before it connects. Others in the meantime are turned away. Raises
+        `CacheRankLostError` if none comes in time, or it is gone, or says that it will not. Raises
         `ProtocolError` if what comes is not as agreed, and `SettingsError` if it cannot be mapped
         here; the inference rank is told why.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            connection = self._accept_one(deadline)
+            connection = self._accept_one(deadline, is_there)
             try:
                 message, descriptors = receive_descriptors(connection, deadline)
                 if not hmac.compare_digest(message.token, token) or message.epoch != epoch:
@@ -84,14 +87,20 @@ class DescriptorListener:
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
-    def _accept_one(self, deadline: float) -> socket.socket:
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            return self._socket.accept()[0]
-        except TimeoutError as error:
-            raise CacheRankLostError(
-                "the inference rank did not send its memory in time"
-            ) from error
+    def _accept_one(self, deadline: float, is_there: Callable[[], bool]) -> socket.socket:
+        while True:
+            left_s = deadline - time.monotonic()
+            self._socket.settimeout(max(0.001, min(_LOOK_S, left_s)))
+            try:
+                return self._socket.accept()[0]
+            except TimeoutError as error:
+                if left_s <= _LOOK_S:
+                    reason = "did not send its memory in time"
+                elif is_there():
+                    continue
+                else:
+                    reason = "is gone, and did not send its memory"
+                raise CacheRankLostError(f"the inference rank {reason}") from error
 
 
 def offer_tensors(

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,12 @@ import pytest
 import torch
 from tiny_model import write_model
 
+from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes
+from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Hello
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings, SelectionSettings
 from tandemkv.cache_rank.service.service import SharedEngineService
@@ -58,11 +63,31 @@ def test_all_is_given_back_where_the_inference_rank_ends_meanwhile(
     monkeypatch.setattr("tandemkv.cache_rank.service.service.part_books", lambda *_: made)
     monkeypatch.setattr(service._listener, "accept", lambda *_, **__: (connection, tensors))
     with pytest.raises(BrokenPipeError if is_built else ProtocolError):
-        service._accept(1, service._model, RegionSizes(num_slots=9, num_rows=2, page_size=1))
+        service._accept(1, service._model, RegionSizes(num_slots=9, num_rows=2, page_size=1), bool)
     assert closed == [True] * is_built
     assert connection.fileno() == -1
     assert not tensors.specs
     assert not made.specs
+
+
+def test_who_was_welcomed_and_is_gone_is_waited_for_no_longer(
+    service: SharedEngineService,
+) -> None:
+    """It was killed, or had no memory for the epoch. The next one waits for less than a minute."""
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION, token=service._run_dir.token, model=service._model,
+        settings=service._settings.flat(), max_rows=2, page_size=1,
+    )  # fmt: skip
+    stop = threading.Event()
+    thread = threading.Thread(target=service.run, args=(stop,))
+    thread.start()
+    try:
+        for epoch in (1, 2):
+            with closing(ControlClient(service._run_dir)) as client:
+                assert open_epoch(client, hello, 10).epoch == epoch
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_silence_that_is_told_late_does_not_end_the_next_epoch(
