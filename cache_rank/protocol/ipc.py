@@ -23,6 +23,7 @@ from .messages import CODEC, MAX_FRAME_BYTES, Codec, Message, Refused
 
 _HIGH_WATER = 1024
 _SEND_TIMEOUT_MS = 50
+_SORTING_S = 0.01
 _PID_BYTES = 32
 _SPARE_DESCRIPTORS = 16
 """A context takes some for itself, and others may take some meanwhile."""
@@ -52,9 +53,13 @@ class Router(Generic[T]):
         self._socket.setsockopt(zmq.BACKLOG, _MAX_CONNECTIONS_WAITING)
 
     def receive(self, timeout_s: float) -> tuple[bytes, T] | None:
-        """Return the next sound message and who sent it, or None after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while readable(self._socket, deadline):
+        """Return the next sound message and who sent it, or None after `timeout_s`.
+
+        Garbage is dropped for a moment longer at most: it may come without end.
+        """
+        now = time.monotonic()
+        deadline, last = now + timeout_s, now + max(timeout_s, _SORTING_S)
+        while readable(self._socket, deadline) and time.monotonic() < last:
             parts, is_whole = receive_parts(self._socket, limit=2)
             if len(parts) != 2 or not is_whole:
                 self.malformed += 1

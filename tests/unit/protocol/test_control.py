@@ -122,6 +122,22 @@ def test_garbage_is_counted_and_good_messages_go_on(
     assert received[1] == Goodbye(epoch=2)
 
 
+def test_garbage_without_end_holds_nobody_up(
+    server: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are done between two looks at the socket."""
+    begun = time.monotonic()
+
+    def garbage(*_: object, **__: object) -> tuple[list[bytes], bool]:
+        assert time.monotonic() < begun + 1, "it does not end"
+        return [b"somebody", b"\xc1"], True
+
+    monkeypatch.setattr("tandemkv.cache_rank.protocol.ipc.readable", lambda *_: True)
+    monkeypatch.setattr("tandemkv.cache_rank.protocol.ipc.receive_parts", garbage)
+    assert server.poll(0.0) is None
+    assert server.malformed
+
+
 def test_frame_beyond_the_limit_ends_its_connection_only(
     server: ControlServer, client: ControlClient, stranger: zmq.Socket[bytes]
 ) -> None:
