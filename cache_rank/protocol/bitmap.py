@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 
+import numpy as np
 import torch
 
 
@@ -13,7 +14,6 @@ def position_bits(positions: torch.Tensor, length: int) -> str:
 
     Position p is bit ``p % 8`` of byte ``p // 8``.
     """
-    is_in = torch.zeros(-(-length // 8) * 8, dtype=torch.uint8)
-    is_in[positions[positions >= 0].long().cpu()] = 1
-    packed = (is_in.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.int32)
-    return base64.b64encode(bytes(packed.tolist())).decode("ascii")
+    is_in = np.zeros(length, dtype=bool)
+    is_in[positions[positions >= 0].cpu().numpy()] = True
+    return base64.b64encode(np.packbits(is_in, bitorder="little").tobytes()).decode("ascii")

@@ -100,7 +100,7 @@ class SharedEngineService:
                 settings.exchange,
                 busy=self._clock.busy_s,
                 status=self.status,
-                on_silence=self._abort_epoch,
+                on_silence=self._abort,
             )
             made.pop_all()
 
@@ -313,14 +313,10 @@ class SharedEngineService:
             )
         return refused
 
-    def _abort_epoch(self, epoch: int) -> None:
+    def _abort(self, epoch: int | None = None) -> None:
+        """End the step under way, if any, of `epoch` or of whichever there is."""
         session = self._session
-        if session is not None and session.number == epoch:
-            session.abort()
-
-    def _abort(self) -> None:
-        session = self._session
-        if session is not None:
+        if session is not None and epoch in (None, session.number):
             session.abort()
 
     def _end_epoch(self, reason: str) -> None:
