@@ -99,10 +99,17 @@ def _fields_of(weights: QueryWeights) -> list[str]:
 
 
 def weights_for(tensors: MappedTensors, shard: HeadShard) -> dict[str, torch.Tensor]:
-    """Return by name what `put_weights` has put, as far as the heads of `shard` need it."""
+    """Return by name what `put_weights` has put, as far as the heads of `shard` need it.
+
+    Raises `ProtocolError` if they are incomplete, or of another shape.
+    """
     names = [x.name for x in tensors.specs if x.name.startswith(PREDICTOR_PREFIX)]
-    parted = () if _is_over_all_heads(tensors) else tuple(PREDICTOR_PREFIX + x for x in _BY_HEAD)
-    return {x: shard.of(tensors[x], 1) if x in parted else tensors[x] for x in names}
+    by_head = tuple(PREDICTOR_PREFIX + x for x in _BY_HEAD)
+    try:
+        parted = () if _is_over_all_heads(tensors) else by_head
+        return {x: shard.of(tensors[x], 1) if x in parted else tensors[x] for x in names}
+    except (KeyError, IndexError) as error:
+        raise ProtocolError(f"weights of the prediction do not fit: {error!r}") from error
 
 
 def _is_over_all_heads(tensors: MappedTensors) -> bool:

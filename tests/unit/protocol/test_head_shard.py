@@ -22,6 +22,7 @@ from tandemkv.cache_rank.protocol.memory.shared_region import (
 )
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, part_for, part_of
 from tandemkv.cache_rank.protocol.models.predictor_weights import (
+    PREDICTOR_PREFIX,
     MappedPredictor,
     put_weights,
     weights_for,
@@ -202,4 +203,14 @@ def test_weights_of_other_heads_are_refused(heads: int) -> None:
     put_weights(mapped, [weights_of("head", is_int8=False)], torch.rand(40, MODEL.head_dim))
     with pytest.raises(ProtocolError, match=r"\['weight'\] are of another model"):
         MappedPredictor(mapped, 1, heads, HeadShard(1, 3, 3))
+    mapped.close()
+
+
+@pytest.mark.parametrize("name", ["query_norm", "weight"])
+def test_weights_that_do_not_fit_together_are_refused(name: str) -> None:
+    """A pump gets them from another process, and goes on with the next."""
+    mapped = MappedTensors()
+    mapped.allocate(PREDICTOR_PREFIX + name, (8,), torch.float32)
+    with pytest.raises(ProtocolError, match="do not fit"):
+        weights_for(mapped, HeadShard(0, 2, 2))
     mapped.close()
