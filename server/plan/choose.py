@@ -74,10 +74,10 @@ def choose_placement(
 
     All `num_gpus` GPUs of one host have `gpu_bytes` each; with `tp_size` the model is on so many of
     them, and with `num_cache_gpus` that placement alone is looked at, whose cache GPUs are met
-    `by_messages` or map the same memory. `available` names the
-    placements that may be chosen; default those that `serve` takes unasked, or if none of them
-    fits, all. Stock SGLang never is, and comes first of the plans, which are all there for
-    comparison. Raises `SettingsError` if there is no GPU.
+    `by_messages` or map the same memory. `available` names the placements that may be chosen,
+    default all; of them those that `serve` takes unasked, or if none of these fits, any. Stock
+    SGLang never is, and comes first of the plans, which are all there for comparison. Raises
+    `SettingsError` if there is no GPU.
     """
     plans = tuple(
         _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=cost)
@@ -89,7 +89,7 @@ def choose_placement(
     if available is not None:
         own = [plan for plan in own if plan.placement.name in available]
     fitting = [plan for plan in own if plan.fits]
-    offered = [plan for plan in fitting if plan.placement.is_chosen or available is not None]
+    offered = [plan for plan in fitting if plan.placement.is_chosen]
     best = min(
         offered or fitting,
         key=lambda plan: (plan.step.tpot_ms, plan.placement.num_gpus),

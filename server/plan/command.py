@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -175,12 +175,14 @@ def plan(request: PlanRequest) -> None:
     memory = request.gpu_memory
     gpu_bytes = _bytes_here() if memory is None else int(memory * GIB)
     cost, note = _constants(request.measure)
-    possible = possible_placements(shape, gpus, tp_size, num_cache_gpus)
-    in_process = {each.name for each in possible if each.kind is PlacementKind.IN_PROCESS}
+    available = None
+    if num_cache_gpus is None:
+        _, *possible = possible_placements(shape, gpus, tp_size)
+        available = _available(served, possible)
     choice = choose_placement(
         shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost, tp_size=tp_size,
         num_cache_gpus=num_cache_gpus, by_messages=served.settings.wished_link == "message",
-        available=None if selection.declared.is_captured or num_cache_gpus else in_process,
+        available=available,
     )  # fmt: skip
     lengths = dense_lengths(selection, choice, shape, load)
     if request.as_json:
@@ -196,6 +198,19 @@ def plan(request: PlanRequest) -> None:
             console.print(line, soft_wrap=True)
     if choice.chosen is None:
         raise typer.Exit(1)
+
+
+def _available(served: _Served, possible: Sequence[Placement]) -> set[str]:
+    """Return what may be chosen of `possible`, by name; what is refused for another is noted."""
+    from .placement_choice import LEFT_OUT, contradictions
+
+    is_captured = served.settings.selection.declared.is_captured
+    names = {x.name for x in possible if is_captured or x.kind is PlacementKind.IN_PROCESS}
+    refused = contradictions(served.settings, served.spec, possible)
+    taken = names - set(refused)
+    if taken:  # else the one that is chosen is told to be refused
+        served.notes.extend(LEFT_OUT.format(name=x, why=refused[x]) for x in sorted(names - taken))
+    return taken or names
 
 
 def _load(request: PlanRequest, selection: SelectionSettings) -> Workload:
@@ -235,6 +250,8 @@ def _lines(
     request: PlanRequest, served: _Served, choice: Choice, load: Workload, said: Iterable[str]
 ) -> Iterator[str]:
     """Yield what follows the tables: how to start it, `said`, and what to know of that."""
+    from .placement_choice import contradictions
+
     if choice.chosen is not None:
         yield f"start it with\n  {_command(request, choice.chosen.placement, load)}"
     if load.context_tokens < request.context:
@@ -249,24 +266,13 @@ def _lines(
     if choice.chosen is not None and advice is not None:
         yield advice
     if choice.chosen is not None and not choice.is_asked:
-        yield from _contradictions(served, choice.chosen.placement)
+        refused = contradictions(served.settings, served.spec, [choice.chosen.placement])
+        yield from (f"serve refuses it as it is: {why}" for why in refused.values())
     yield from _notes(served.settings.selection, served.spec)
     limit = served.shape.max_context
     if limit and request.context > limit:
         how = how_to_extend(served.config, request.context)
         yield _TOO_LONG.format(context=request.context, limit=limit, how=how)
-
-
-def _contradictions(served: _Served, placement: Placement) -> Iterator[str]:
-    """Yield why `serve` would refuse the settings in a placement that was not asked for."""
-    from .placement_choice import check_contradictions
-
-    chosen = {"cache_ranks": placement.num_cache_gpus, "tensor_parallel": placement.tp_size}
-    settings = served.settings.model_copy(update=chosen)
-    try:
-        check_contradictions(settings, served.spec, settings.placement_on("cuda"))
-    except SettingsError as error:
-        yield f"serve refuses it as it is: {error}"
 
 
 def _notes(selection: SelectionSettings, spec: ModelSpec) -> Iterator[str]:

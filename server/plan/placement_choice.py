@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ _OF_ALL_NODES = (
     "all nodes decide the same, so no profile of a machine is used; what the network adds to each "
     "step is not predicted, and is the same with and without selection"
 )
+LEFT_OUT = "{name} is not chosen from, because serve would refuse it: {why}"
 
 if TYPE_CHECKING:
     from tandemkv.cache_rank.policies.base import LayerShare
@@ -198,6 +199,21 @@ def check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Pl
             "all must have attended when a step's last selection begins; use --late-layers "
             f"{most_late}"
         )
+
+
+def contradictions(
+    settings: ServeSettings, spec: ModelSpec, possible: Iterable[GpuPlacement]
+) -> dict[str, str]:
+    """Return the names of those of `possible` that `settings` contradict, and why."""
+    found = {}
+    for planned in possible:
+        update = {"cache_ranks": planned.num_cache_gpus, "tensor_parallel": planned.tp_size}
+        placed = settings.model_copy(update=update)
+        try:
+            check_contradictions(placed, spec, placed.placement_on("cuda"))
+        except SettingsError as error:
+            found[planned.name] = str(error)
+    return found
 
 
 def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
@@ -430,15 +446,21 @@ def _predicted_fastest(
     shape = _shape(settings, spec, model_dir)
     # No head follows one of another GPU.
     crosses = _crosses_heads(find_share(settings.selection, spec))
-    available = {
-        planned.name
+    possible = [
+        planned
         for planned in possible_placements(shape, num_gpus, tp_size)
         if planned.is_chosen and (planned.tp_size == 1 or not crosses)
-    }
+    ]
+    available = {planned.name for planned in possible}
     if num_gpus < 2 or not are_peers(0, 1) or spec.other_layers:
         available.discard("1+1")
     if not available:  # neither GPU can use the other
         num_gpus, available = 1, {"in-process-tp1"}
+    refused = contradictions(settings, spec, possible)
+    if taken := available - set(refused):  # else the one that is chosen is refused
+        for name in sorted(available - taken):
+            progress(LEFT_OUT.format(name=name, why=refused[name]))
+        available = taken
     choice = choose_placement(
         shape,
         _load(settings, spec),

@@ -129,13 +129,16 @@ def test_settings_that_serve_or_a_gpu_does_not_take(
     assert message in result.stderr
 
 
-def test_a_placement_that_the_settings_contradict_is_told(runner: CliRunner) -> None:
-    arguments = (
-        "plan --model qwen3-8b --gpus 2 --tp 1 --context 32k --set selection.dense_tokens=8k"
-    )
-    result = runner.invoke(app, arguments.split())
-    assert "recommended: 1 inference + 1 cache GPU" in result.output
-    assert "serve refuses it as it is: dense_tokens=8192: with transport=shared" in result.output
+def test_a_placement_that_the_settings_contradict_is_not_recommended(runner: CliRunner) -> None:
+    arguments = ["plan", "--model", "qwen3-8b", "--gpus", "2", "--tp", "1", "--context", "32k"]
+    assert "recommended: 1 inference + 1 cache GPU" in runner.invoke(app, arguments).output
+    output = runner.invoke(app, [*arguments, "--set", "selection.dense_tokens=8k"]).output
+    assert "recommended: cache rank in process, 1 GPU" in output
+    assert "1+1 is not chosen from, because serve would refuse it: dense_tokens=8192" in output
+    assert "serve refuses it as it is" not in output
+    alone = ["plan", "--model", "qwen3-8b", "--gpus", "1", "--set", "standby=true"]
+    output = runner.invoke(app, alone).output
+    assert "serve refuses it as it is: standby needs a cache rank in a process" in output
 
 
 def test_requests_that_share_fewer_tokens_are_planned_as_short_ones(runner: CliRunner) -> None:
