@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -164,16 +165,26 @@ def check_shared_memory() -> Finding:
 
 
 def check_run_dir(path: Path | None) -> Finding:
-    """Make a private run directory, or check the given one."""
+    """Make a private run directory, or use the given one, and leave nothing of it."""
+    new, path = list[Path](), path and path.absolute()
     try:
-        if path is not None and path.exists():
-            run_dir = RunDir.open(path)
-            return Finding("run directory", "ok", f"{run_dir.path} is private to you")
+        if path is not None:
+            new = [folder for folder in (path, *path.parents) if not folder.exists()]
+        has_token = path is not None and (path / "token").exists()
         run_dir = RunDir.create(path)
-        run_dir.remove()
-    except TandemKVError as error:
+        if path is None:
+            run_dir.remove()
+        elif not has_token:
+            (path / "token").unlink()
+    except (TandemKVError, OSError) as error:
         advice = "set XDG_RUNTIME_DIR to a private directory, or give --run-dir"
         return Finding("run directory", "fail", str(error), advice)
+    finally:
+        for folder in new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    if path is not None and not new:
+        return Finding("run directory", "ok", f"{path} is private to you")
     return Finding("run directory", "ok", f"can be made under {run_dir.path.parent}")
 
 

@@ -17,6 +17,7 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.cli import doctor
 from tandemkv.server.cli.commands import app
 from tandemkv.server.settings.flags import COMMON, SERVE_FLAGS
@@ -291,6 +292,22 @@ def test_doctor_names_what_make_serve_needs_where_memory_is_unknown(
 ) -> None:
     monkeypatch.setattr(doctor, "available_bytes", lambda: None)
     assert doctor.check_memory().advice == "make sure that 7 GiB are free"
+
+
+def test_doctor_takes_a_run_directory_that_serve_takes_and_leaves_nothing(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    assert doctor.check_run_dir(private).text == f"{private} is private to you"
+    assert not list(private.iterdir())
+    token = RunDir.create(private).token
+    assert doctor.check_run_dir(private).level == "ok"
+    assert RunDir.open(private).token == token
+    assert doctor.check_run_dir(tmp_path / "a" / "b").text == f"can be made under {tmp_path / 'a'}"
+    assert not (tmp_path / "a").exists()
+    assert doctor.check_run_dir(None).level == "ok"
+    private.chmod(0o750)
+    assert doctor.check_run_dir(private).level == "fail"
+    assert doctor.check_run_dir(private / "token" / "below").level == "fail"
 
 
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
