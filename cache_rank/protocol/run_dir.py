@@ -82,7 +82,7 @@ class RunDir:
         try:
             if path is None:
                 path = tempfile.mkdtemp(prefix="tandemkv-", dir=usual_place())
-            directory = Path(path).absolute()
+            directory = Path(path).expanduser().absolute()
             _check_length(directory)
             for folder in (*reversed(directory.parents), directory):
                 if not folder.is_dir():
@@ -100,7 +100,7 @@ class RunDir:
 
         Raises `SettingsError` if it does not exist, is not private to us, or holds no usable token.
         """
-        directory = Path(path).absolute()
+        directory = Path(path).expanduser().absolute()
         _check_length(directory)
         _check_private(directory, is_directory=True)
         run_dir = cls(directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import types
 import typing
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -25,6 +26,21 @@ class FrozenModel(BaseModel):
             if types_taken & {int, float} and bool not in types_taken:
                 raise ValueError("a number is required, not true or false (nor yes, no, on or off)")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_path(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read ``~`` of a path, which a shell leaves in ``--name=~/x``, and a file always has.
+
+        No text is refused: it would be the current directory.
+        """
+        if not isinstance(value, str | Path):
+            return value
+        if Path not in _leaves(cls.model_fields[str(info.field_name)].annotation):
+            return value
+        if not str(value):
+            raise ValueError("a path is required; leave the setting out, or write none")
+        return Path(value).expanduser()
 
 
 def required_type(hint: Any) -> Any:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 from tandemkv.server.plan.devices import resolve_device
 from tandemkv.server.settings.flags import RANK_FLAGS, SERVE_FLAGS
@@ -202,6 +203,13 @@ _OTHER_LINKS = ["transport=peer", "'shared', 'message' or 'local'"]
         ("cache: {capacity_tokens: 64z}", {}, {}, ["'64z' is no number of tokens", "serve.yaml"]),
         ("", {}, {"max_context": "70000"}, ["capacity_tokens=65536", "max_context=70000"]),
         ("device: tpu", {}, {}, ["device=tpu", "serve.yaml", "'cuda'"]),
+        (
+            "",
+            {"TANDEMKV_SERVE_RUN_DIR": ""},
+            {},
+            ["run_dir= (from TANDEMKV_SERVE_R", "a path"],
+        ),
+        ("edge: {api_key_file: ''}", {}, {}, ["edge.api_key_file=", "serve.yaml", "a path is req"]),
     ],
 )
 def test_errors_name_key_and_source(
@@ -216,6 +224,15 @@ def test_errors_name_key_and_source(
     for part in expected:
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_path_may_begin_with_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = write(tmp_path, "run_dir: ~/run\nedge: {admin_key_file: ~/admin.key}")
+    read = load_settings(flags(link_keys="~/keys", edge__api_key_file="none"), {}, file)
+    assert (read.run_dir, read.link_keys) == (tmp_path / "run", tmp_path / "keys")
+    assert (read.edge.admin_key_file, read.edge.api_key_file) == (tmp_path / "admin.key", None)
+    assert RunDir.create("~/run").path == RunDir.open(Path("~/run")).path == tmp_path / "run"
 
 
 def test_a_file_may_leave_the_placement_open(tmp_path: Path) -> None:
