@@ -24,7 +24,7 @@ OWN_OPTIONS = {
 
 
 def spec_of(shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
-    """Return what checks before a start look at of a model; its weights are not at hand."""
+    """Return what checks before a start look at of a built-in shape, which has no weights."""
     return ModelSpec(
         architecture=architecture_of_config(config).name,
         num_layers=shape.num_layers,

@@ -239,11 +239,10 @@ def _served(request: PlanRequest) -> _Served:
     shape = shape.with_kv_dtype(settings.cache.kv_dtype)
     if directory is None:
         config = _built_in_config(shape)
-    else:  # as `serve` takes up what was calibrated
-        own = read_model_spec(directory, dtype="bfloat16")
-        settings = with_calibration(settings, own, notes.append)
-        config = read_config(directory)
-    return _Served(settings, shape, config, spec_of(shape, config), notes)
+        return _Served(settings, shape, config, spec_of(shape, config), notes)
+    spec = read_model_spec(directory, dtype="bfloat16")
+    settings = with_calibration(settings, spec, notes.append)  # as `serve` takes it up
+    return _Served(settings, shape, read_config(directory), spec, notes)
 
 
 def _lines(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,20 @@ def test_a_placement_that_the_settings_contradict_is_not_recommended(runner: Cli
     alone = ["plan", "--model", "qwen3-8b", "--gpus", "1", "--set", "standby=true"]
     output = runner.invoke(app, alone).output
     assert "serve refuses it as it is: standby needs a cache rank in a process" in output
+
+
+def test_a_calibration_of_the_models_own_weights_is_known(
+    runner: CliRunner, tmp_path: Path
+) -> None:
+    name = "smollm2-135m-instruct.kascade.json"
+    own = json.loads((files("tandemkv.cache_rank.calibration") / "data" / name).read_text())
+    file = tmp_path / "own.json"
+    base = ["plan", "--model", "smollm2", "--context", "4k", "--policy", "kascade"]
+    for changed, is_refused in (("", False), ("0", True)):
+        own["model"]["model_hash"] = changed + own["model"]["model_hash"][len(changed) :]
+        file.write_text(json.dumps(own))
+        output = runner.invoke(app, [*base, "--set", f"selection.calibration={file}"]).output
+        assert ("was made with other weights" in output) is is_refused
 
 
 def test_requests_that_share_fewer_tokens_are_planned_as_short_ones(runner: CliRunner) -> None:
