@@ -138,7 +138,6 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
 
     Raises `SettingsError`, saying what would do.
     """
-    from tandemkv.cache_rank.calibration.resolve import resolve_calibration
     from tandemkv.cache_rank.policies.registry import check_pooling, check_read
 
     selection = settings.selection
@@ -147,7 +146,19 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     check_read(policy, selection)
     check_pooling(policy, selection)
     check_channels(selection, spec)
-    found = resolve_calibration(selection, spec, policy.capabilities)
+    check_heads(settings, spec)
+
+
+def check_heads(settings: ServeSettings, spec: ModelSpec) -> None:
+    """Refuse KV heads that follow those of another GPU or cache rank.
+
+    Raises `CalibrationError` if none fits that says which they follow, `SettingsError` with what
+    would do.
+    """
+    from tandemkv.cache_rank.calibration.resolve import resolve_calibration
+
+    selection = settings.selection
+    found = resolve_calibration(selection, spec, find_policy(selection.policy).capabilities)
     if found.clusters is not None and settings.tensor_parallel > 1:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel}: policy={selection.policy} selects once "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -50,8 +51,9 @@ def asked_placement(
     `SettingsError` or `PolicyError`, with what to do, if `serve` would refuse `settings`, or there
     are fewer than these GPUs.
     """
+    from tandemkv.cache_rank.calibration.format import CalibrationError
     from tandemkv.cache_rank.policies.registry import check_pooling, check_read, find_policy
-    from tandemkv.server.checks.preflight import check_channels, check_model
+    from tandemkv.server.checks.preflight import check_channels, check_heads, check_model
 
     from .placement_choice import check_contradictions
 
@@ -69,6 +71,8 @@ def asked_placement(
     check_read(policy, settings.selection)
     check_pooling(policy, settings.selection)
     check_channels(settings.selection, spec)
+    with suppress(CalibrationError):  # that there is none is told with the plan
+        check_heads(settings, spec)
     tp_size, cache_ranks = settings.tensor_parallel, settings.cache_ranks
     if settings.wished_link is not None:
         cache_ranks = settings.placement_on("cuda").num_cache_ranks

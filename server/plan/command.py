@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -168,6 +169,8 @@ def plan(request: PlanRequest) -> None:
 
     Exit code 1 if no placement of tandemkv fits.
     """
+    from .placement_choice import model_gpus
+
     served, gpus = _served(request), request.gpus
     shape, selection = served.shape, served.settings.selection
     tp_size, num_cache_gpus = asked_placement(served.settings, served.spec, gpus)
@@ -177,6 +180,7 @@ def plan(request: PlanRequest) -> None:
     cost, note = _constants(request.measure)
     available = None
     if num_cache_gpus is None:
+        tp_size = model_gpus(served.settings, served.spec)
         _, *possible = possible_placements(shape, gpus, tp_size)
         available = _available(served, possible)
     choice = choose_placement(
@@ -234,15 +238,23 @@ def _load(request: PlanRequest, selection: SelectionSettings) -> Workload:
 
 def _served(request: PlanRequest) -> _Served:
     """Return what `serve` would make of the options, on GPUs."""
+    from tandemkv.cache_rank.calibration.format import CalibrationError
+
+    from .placement_choice import with_anchors_and_index
+
     settings, notes = _settings(request.flags, request.model), list[str]()
     shape, directory = _model(request.model, request.dtype)
     shape = shape.with_kv_dtype(settings.cache.kv_dtype)
     if directory is None:
         config = _built_in_config(shape)
-        return _Served(settings, shape, config, spec_of(shape, config), notes)
-    spec = read_model_spec(directory, dtype="bfloat16")
-    settings = with_calibration(settings, spec, notes.append)  # as `serve` takes it up
-    return _Served(settings, shape, read_config(directory), spec, notes)
+        spec = spec_of(shape, config)
+    else:
+        config = read_config(directory)
+        spec = read_model_spec(directory, dtype="bfloat16")
+        settings = with_calibration(settings, spec, notes.append)  # as `serve` takes it up
+    with suppress(CalibrationError):  # that there is none is told with the plan
+        settings = with_anchors_and_index(settings, spec, "cuda")
+    return _Served(settings, shape, config, spec, notes)
 
 
 def _lines(

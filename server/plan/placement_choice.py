@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from tandemkv.cache_rank.calibration.format import CalibrationError
 from tandemkv.cache_rank.policies.composition import check_device, check_placement, check_shards
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import check_dense
@@ -72,7 +74,7 @@ def resolve_placement(
     linear attention. Raises `SettingsError` if nothing fits these GPUs, with the numbers.
     """
     check_runs_on(settings, device)
-    settings = _with_anchors_and_index(settings, spec, device)
+    settings = with_anchors_and_index(settings, spec, device)
     if device == "cpu":
         _check_without_gpus(settings)
     settings = with_calibration(settings, spec, progress)
@@ -127,7 +129,7 @@ def resolve_alone(
     """
     if settings.placement is not None:
         return settings
-    settings = placed_alone(_with_anchors_and_index(settings, spec, device), device)
+    settings = placed_alone(with_anchors_and_index(settings, spec, device), device)
     settings = with_late_layers(settings, spec.num_layers)
     return _with_dense_tokens(settings, spec, model_dir, lambda _: None, device=device)
 
@@ -205,12 +207,16 @@ def contradictions(
     settings: ServeSettings, spec: ModelSpec, possible: Iterable[GpuPlacement]
 ) -> dict[str, str]:
     """Return the names of those of `possible` that `settings` contradict, and why."""
+    from tandemkv.server.checks.preflight import check_heads
+
     found = {}
     for planned in possible:
         update = {"cache_ranks": planned.num_cache_gpus, "tensor_parallel": planned.tp_size}
         placed = settings.model_copy(update=update)
         try:
             check_contradictions(placed, spec, placed.placement_on("cuda"))
+            with suppress(CalibrationError):  # there is none, which is refused for all
+                check_heads(placed, spec)
         except SettingsError as error:
             found[planned.name] = str(error)
     return found
@@ -262,6 +268,20 @@ def _check_pages(selection: SelectionSettings, device: str) -> None:
         )
 
 
+def model_gpus(settings: ServeSettings, spec: ModelSpec) -> int | None:
+    """Return how many GPUs have the model; None leaves that to what is predicted.
+
+    Unless it is given it is one where a head follows one that another GPU could have, and of a
+    policy whose steps are not captured.
+    """
+    if "tensor_parallel" in settings.model_fields_set:
+        return settings.tensor_parallel
+    crosses = False
+    with suppress(CalibrationError):  # there is none, which is refused elsewhere
+        crosses = _crosses_heads(find_share(settings.selection, spec))
+    return 1 if crosses or not settings.selection.declared.is_captured else None
+
+
 def find_share(selection: SelectionSettings, spec: ModelSpec) -> LayerShare | None:
     """Return which layers share selections, and how; None if none do.
 
@@ -285,7 +305,8 @@ def _with(settings: ServeSettings, **changes: object) -> ServeSettings:
     return settings.model_copy(update={"selection": changed})
 
 
-def _with_anchors_and_index(settings: ServeSettings, spec: ModelSpec, device: str) -> ServeSettings:
+def with_anchors_and_index(settings: ServeSettings, spec: ModelSpec, device: str) -> ServeSettings:
+    """Fill in `anchors`, where every head follows its own, and the index of `device`."""
     share = find_share(settings.selection, spec)
     if share is not None and not settings.selection.anchors and not _crosses_heads(share):
         settings = _with(settings, anchors=tuple(sorted(set(share.sources))))
@@ -442,15 +463,9 @@ def _predicted_fastest(
 ) -> tuple[ServeSettings, str]:
     """Take what `tandemkv plan` predicts to be fastest on these GPUs."""
     num_gpus = torch.cuda.device_count()
-    tp_size = settings.tensor_parallel if "tensor_parallel" in settings.model_fields_set else None
+    tp_size = model_gpus(settings, spec)
     shape = _shape(settings, spec, model_dir)
-    # No head follows one of another GPU.
-    crosses = _crosses_heads(find_share(settings.selection, spec))
-    possible = [
-        planned
-        for planned in possible_placements(shape, num_gpus, tp_size)
-        if planned.is_chosen and (planned.tp_size == 1 or not crosses)
-    ]
+    possible = [x for x in possible_placements(shape, num_gpus, tp_size) if x.is_chosen]
     available = {planned.name for planned in possible}
     if num_gpus < 2 or not are_peers(0, 1) or spec.other_layers:
         available.discard("1+1")

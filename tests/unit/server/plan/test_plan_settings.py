@@ -156,6 +156,29 @@ def test_a_calibration_of_the_models_own_weights_is_known(
         assert ("was made with other weights" in output) is is_refused
 
 
+@pytest.mark.parametrize(
+    ("policy", "refused"),
+    [
+        ("kascade", "head maps of shipped smollm2-135m-instruct.kascade.json lead from one GPU"),
+        ("sync_kv", "policy=sync_kv selects once for KV heads that lie on several ranks; use --tp"),
+        ("sfi", ""),
+    ],
+)
+def test_a_model_stays_on_one_gpu_where_serve_leaves_it_there(
+    runner: CliRunner, policy: str, refused: str
+) -> None:
+    base = ["plan", "--model", "smollm2", "--gpus", "3", "--context", "4k", "--policy", policy]
+    found = plan_of(runner, base)
+    assert found["recommended"] == "in-process-tp1"
+    assert not any(x["name"] == "in-process-tp3" for x in found["placements"])
+    asked = runner.invoke(app, [*base, "--tp", "3"])
+    assert (asked.exit_code, refused in asked.output) == (2 if refused else 0, True)
+    other = plan_of(runner, [*base[:-1], "look_ahead"])
+    assert any(x["name"] == "in-process-tp3" for x in other["placements"])
+    own_heads = ["plan", "--model", "qwen3-8b", "--gpus", "2", "--policy", "kascade"]
+    assert plan_of(runner, own_heads)["recommended"] == "in-process-tp2"
+
+
 def test_requests_that_share_fewer_tokens_are_planned_as_short_ones(runner: CliRunner) -> None:
     base = ["plan", "--model", "qwen3-8b", "--concurrency", "8", "--gpus", "2"]
     shared = [*base, "--context", "64k", "--cache-tokens", "128k"]
