@@ -32,11 +32,13 @@ class StartProgress:
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
         """Run one stage; a line with its duration follows when it ends well."""
-        self._title = title
+        self._title = escape(title)
         started = time.monotonic()
-        with self._console.status(f"{title} ...") as self._status:
+        with self._console.status(f"{self._title} ...") as self._status:
             yield
-        self._console.print(f"[green]ok[/]  {title} [dim]{time.monotonic() - started:.1f} s[/]")
+        self._console.print(
+            f"[green]ok[/]  {escape(title)} [dim]{time.monotonic() - started:.1f} s[/]"
+        )
 
     def tell(self, text: str) -> None:
         """Print `text`, which was decided or found in the stage under way, on a line that stays."""
@@ -45,7 +47,7 @@ class StartProgress:
     def note(self, text: str) -> None:
         """Show `text` beside the stage under way; overwritten by the next note."""
         if self._status is not None:
-            self._status.update(f"{self._title} ... [dim]{text}[/]")
+            self._status.update(f"{self._title} ... [dim]{escape(text)}[/]")
 
 
 def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> RenderableType | None:

@@ -221,7 +221,7 @@ class Launcher:
                     raise LaunchError(f"{child.spec.name} ended: {status}\n{tail(child)}")
             if reason is None:
                 return
-            self._progress.note(escape(reason))
+            self._progress.note(reason)
             if time.monotonic() > deadline:
                 last = "" if waited_for is None else f"\n{tail(waited_for)}"
                 raise LaunchError(

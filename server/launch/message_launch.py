@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.shared_devices import far_gpu, one_gpu_homes
@@ -36,6 +37,7 @@ from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.server.checks.ports import choose_port
 from tandemkv.server.checks.preflight import resolve_cache_rank
 from tandemkv.server.checks.shared_gpus import check_shared_gpus
+from tandemkv.server.cli.start_view import StartProgress
 from tandemkv.server.plan.devices import cache_rank_device
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sources import to_yaml
@@ -186,7 +188,7 @@ def run_far_rank(
             signal.SIGTERM,
         )  # fmt: skip
         plan = _far_plan(settings, launch, pump, run_dir, device)
-        plan = replace(plan, lock=lock, banner=f"cache rank at {door.address}")
+        plan = replace(plan, lock=lock, banner=escape(f"cache rank at {door.address}"))
         Launcher(plan, console, verbose=verbose).run()
     if pump.error is not None:
         raise LaunchError(f"the pump ended, and the K/V with it: {pump.error}") from pump.error
@@ -244,7 +246,7 @@ def _resolve_far(
     """Return what cache rank `rank` of another host is to be told, its model, and its device."""
     settings = settings.model_copy(update={"transport": "message"})
     device = cache_rank_device(settings)
-    settings, model_dir = resolve_cache_rank(settings, device, console.print)
+    settings, model_dir = resolve_cache_rank(settings, device, StartProgress(console).tell)
     last = settings.rank_settings.placement.num_shards - 1
     if rank > last:
         raise SettingsError(

@@ -266,10 +266,11 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     It is rich markup.
     """
     placement = escape(settings.rank_settings.placement.describe())
+    logs = escape(f"logs in {run_dir}")
     if settings.node_rank:
         return (
             f"\n[bold green]ready[/]: node {settings.node_rank} of {settings.nnodes}; node 0 "
-            f"serves requests  (logs in {run_dir})\n{placement}\n\nCtrl-C stops all nodes."
+            f"serves requests  ({logs})\n{placement}\n\nCtrl-C stops all nodes."
         )
     body = {
         "model": served_name(settings),
@@ -279,18 +280,18 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     }
     selection = settings.selection
     exact = ",".join(map(str, selection.exact_layer_ids)) or "none"
-    text, key = escape(json.dumps(body)), ""
+    text, key = escape(shlex.quote(json.dumps(body))), ""
     if settings.edge.api_key_file is not None:
         file = shlex.quote(str(settings.edge.api_key_file))
         key = escape(f'    -H "Authorization: Bearer $(cat {file})" \\\n')
     return (
-        f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, logs in {run_dir})\n"
+        f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, {logs})\n"
         f"{placement}\n"
         f"policy [bold]{escape(selection.policy)}[/], K = {selection.budget_tokens} tokens and "
         f"{selection.num_samples} samples per KV head, exact layers {exact}, cache for "
         f"{settings.cache.capacity_tokens} tokens\n\n"
         f"  curl {escape(url)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-        f"{key}    -d '{text}'\n"
+        f"{key}    -d {text}\n"
         f"  tandemkv status --url {escape(url)}\n\n"
         f"Ctrl-C stops {_stopped(settings)}."
     )

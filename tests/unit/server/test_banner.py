@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shlex
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tandemkv.cache_rank.protocol.settings.placement import Link, Placement
+from tandemkv.server.cli.start_view import StartProgress
 from tandemkv.server.launch.serve import banner
 from tandemkv.server.settings.launch_settings import ServeSettings
 
@@ -52,6 +57,20 @@ def test_the_banner_asks_for_the_model_that_sglang_serves(args: tuple[str, ...],
     settings = ServeSettings(model="smollm2", placement=Placement(), sglang_args=args)
     text = banner(settings, "http://127.0.0.1:30000", Path("/run/here"))
     assert f'-d \'{{"model": "{name}",' in text
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "it's [fp8]"
+    settings = ServeSettings(model=str(folder), placement=Placement())
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(banner(settings, "http://[fd00::1]:30000", Path("/run/[me]")))
+    with StartProgress(console).stage(f"model {folder}"):
+        pass
+    text = console.export_text()
+    assert "logs in /run/[me])" in text
+    assert f"model {folder} " in text
+    curl = text[text.index("curl ") : text.index("  tandemkv status")].replace("\\\n", "")
+    assert json.loads(shlex.split(curl)[-1])["model"] == "it's [fp8]"
 
 
 @pytest.mark.parametrize(("link", "stopped"), [("shared", "both ranks"), ("local", "the server")])

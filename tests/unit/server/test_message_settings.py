@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 from rich.console import Console
+from rich.text import Text
 from tiny_model import write_model
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.message.keys import make_keys
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.checks.preflight import resolve_launch
 from tandemkv.server.cli.commands import app
 from tandemkv.server.launch import message_launch
 from tandemkv.server.launch.cache_rank_launch import clean_run_dir
+from tandemkv.server.launch.launcher import LaunchPlan
 from tandemkv.server.launch.message_launch import message_launches, with_own_link
 from tandemkv.server.launch.run_dir_lock import lock_run_dir
 from tandemkv.server.settings.launch_settings import ServeSettings
@@ -180,6 +184,28 @@ def test_a_cache_rank_that_cannot_be_that_one_leaves_nothing(
             settings, tmp_path / "run", "tcp://127.0.0.1:0", (), Console(), rank
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_rank_shows_where_it_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Brackets around an address are no markup."""
+    _resolves_on_a_cpu(monkeypatch, tmp_path)
+    make_keys(tmp_path / "keys")
+    door = SimpleNamespace(address="tcp://[fd00::1]:7400")
+    monkeypatch.setattr(message_launch, "Door", lambda *_: door)
+    monkeypatch.setattr(message_launch, "FarPump", lambda *_: None)
+    found: list[LaunchPlan] = []
+
+    def launcher(plan: LaunchPlan, *_: Any, **__: Any) -> SimpleNamespace:
+        found.append(plan)
+        return SimpleNamespace(run=lambda: None)
+
+    monkeypatch.setattr(message_launch, "Launcher", launcher)
+    settings = _settings(link_keys=str(tmp_path / "keys"))
+    message_launch.run_far_rank(settings, tmp_path / "run", "tcp://[::1]:0", (), Console())
+    (plan,) = found
+    assert Text.from_markup(plan.banner).plain == "cache rank at tcp://[fd00::1]:7400"
 
 
 def test_a_cache_rank_that_is_loading_keeps_its_directory(
