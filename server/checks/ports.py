@@ -7,6 +7,7 @@ import errno
 import random
 import socket
 from pathlib import Path
+from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
@@ -42,9 +43,10 @@ def choose_port(host: str, port: int) -> int:
 
 
 def why_taken(host: str, port: int) -> OSError | None:
-    """Return why `port` cannot be bound, None if it can.
+    """Return why `port` cannot be bound at every address of `host`, None if it can.
 
-    Raises `SettingsError` if `host` is not this machine's.
+    As the server binds them: a name may have two, and one of IPv6 leaves IPv4 alone. Raises
+    `SettingsError` if `host` is not this machine's.
     """
     try:
         infos = socket.getaddrinfo(
@@ -52,9 +54,19 @@ def why_taken(host: str, port: int) -> OSError | None:
         )
     except OSError as error:
         raise SettingsError(f"host={host} cannot be resolved ({error.strerror})") from error
-    family, kind, proto, _, address = infos[0]
-    with socket.socket(family, kind, proto) as probe:
+    found = (_why_not_bound(family, address, host) for family, *_, address in infos)
+    return next(filter(None, found), None)
+
+
+def _why_not_bound(family: int, address: Any, host: str) -> OSError | None:
+    try:
+        probe = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:  # a kernel without IPv6; the server passes over it
+        return None
+    with probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
             probe.bind(address)
             probe.listen(1)

@@ -282,6 +282,27 @@ def test_a_free_port_is_none_of_an_outgoing_connection_s(
         choose_port("127.0.0.1", 0)
 
 
+def test_a_port_is_to_be_free_at_every_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        both = [
+            info
+            for host in ("::1", "127.0.0.1")
+            for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        with pytest.raises(SettingsError, match="Address already in use"):
+            choose_port("localhost", port)
+        monkeypatch.undo()
+        if socket.has_dualstack_ipv6():
+            assert choose_port("::", port) == port  # IPv6 alone
+    found = [(99, socket.SOCK_STREAM, 6, "", ("::1", 1)), both[1]]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert choose_port("localhost", port) == port  # without IPv6
+
+
 def test_addresses() -> None:
     assert server_url("0.0.0.0", 80) == "http://127.0.0.1:80"
     assert server_url("::1", 80) == "http://[::1]:80"
