@@ -89,12 +89,10 @@ class ChildProcess:
 
     def start(self) -> None:
         """Start it. The log is appended to, so a restart keeps what came before."""
-        if self._output >= 0:
-            os.close(self._output)
+        self._close_output()
         self._output, writing_end = os.pipe2(os.O_CLOEXEC)
         try:
             self._start_writer()
-            self._is_reaped = False
             self._popen = subprocess.Popen(
                 self.spec.argv,
                 env=dict(self.spec.env),
@@ -104,6 +102,7 @@ class ChildProcess:
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
+            self._is_reaped = False
         finally:
             os.close(writing_end)
 
@@ -122,7 +121,8 @@ class ChildProcess:
     def tend_log(self) -> None:
         """Start the writer of the log again if somebody killed it. Call it often."""
         if self._writer is not None and self._writer.poll() not in (None, 0):
-            self._start_writer()
+            with contextlib.suppress(OSError):  # there is no process just now
+                self._start_writer()
 
     def exit_status(self) -> str | None:
         """Return ``exit code 1`` or ``signal SIGKILL`` once it has ended, None while it runs."""
@@ -186,9 +186,12 @@ class ChildProcess:
         self._popen.wait()
         self._is_reaped = True  # its number may be given to another group from now on
         self._await_writer()
+        self._close_output()
+
+    def _close_output(self) -> None:
         if self._output >= 0:
             os.close(self._output)
-            self._output = -1
+        self._output = -1
 
     def _await_writer(self) -> None:
         """Wait for the writer, which ends after the last process that could print."""

@@ -91,8 +91,8 @@ class SupervisedRank:
     def start(self) -> None:
         """Start it for the first time, or again."""
         reach("launcher.start")
-        self._before_start()
         self.liveness.expect_start()
+        self._before_start()
         self.child.start()
         self._started = time.monotonic()
         self._watchdog.watch(self.child.pid)
@@ -128,19 +128,26 @@ class SupervisedRank:
         now = time.monotonic()
         if self._restart_at is not None:
             if now >= self._restart_at:
-                self._restart_at = None
-                self.start()
-                self._is_coming_back = True
-                self._say(f"{self.child.spec.name} restarted, pid {self.child.pid}")
+                self._start_again(now)
             return
         status = self.child.exit_status()
         if status is not None:
-            self._plan_restart(status, now)
+            self._plan_restart(f"ended: {status}", now)
         elif self._is_coming_back and self.liveness.was_ready:
             self._is_coming_back = False
             self._say(f"{self.child.spec.name} ready again after {now - self._started:.0f} s")
         else:
             self._end_if_hung(now)
+
+    def _start_again(self, now: float) -> None:
+        self._restart_at = None
+        try:
+            self.start()
+        except OSError as error:  # there is no process, or no room on the disk, just now
+            self._plan_restart(f"could not be started: {error}", now)
+            return
+        self._is_coming_back = True
+        self._say(f"{self.child.spec.name} restarted, pid {self.child.pid}")
 
     def _end_if_hung(self, now: float) -> None:
         if self._kill_at is not None:
@@ -164,7 +171,7 @@ class SupervisedRank:
             else:
                 self.end_group()
 
-    def _plan_restart(self, status: str, now: float) -> None:
+    def _plan_restart(self, what: str, now: float) -> None:
         name, self._kill_at = self.child.spec.name, None
         self.end_group()
         while self._restarts and now - self._restarts[0] > WINDOW_S:
@@ -172,7 +179,7 @@ class SupervisedRank:
         allowed = self._rules.max_restarts
         if len(self._restarts) >= allowed:
             raise LaunchError(
-                f"{name} ended: {status}; it was started again {len(self._restarts)} times in "
+                f"{name} {what}; it was started again {len(self._restarts)} times in "
                 f"{WINDOW_S / 60:g} minutes, allowed are {allowed} (--max-restarts)\n"
                 f"{tail(self.child)}"
             )
@@ -183,7 +190,7 @@ class SupervisedRank:
             self._backoff_s = self._rules.first_backoff_s
         self._restarts.append(now)
         self._say(
-            f"[red]{name} ended: {status}[/]; restart {len(self._restarts)} of {allowed} in "
+            f"[red]{name} {escape(what)}[/]; restart {len(self._restarts)} of {allowed} in "
             f"{self._backoff_s:g} s, {self._meanwhile}\n"
             f"[dim]{escape(self.child.log_tail(5))}[/]"
         )

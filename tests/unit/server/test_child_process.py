@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -117,3 +119,27 @@ def test_what_the_disk_does_not_take_is_counted(tmp_path: Path) -> None:
     log.write(b"kept\n")
     text = (folder / "child.log").read_text()
     assert text == "[5 bytes of this log were lost: the disk took none]\nkept\n"
+
+
+def test_a_start_that_fails_touches_no_process_of_another(
+    talker: ChildProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of the last one may be somebody else's by then."""
+    talker.start()
+    talker.kill_group()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(BlockingIOError):
+            talker.start()
+        patched.setattr(os, "pipe2", refuse)
+        with pytest.raises(BlockingIOError):
+            talker.start()
+        patched.setattr(os, "killpg", lambda *_: pytest.fail("killed"))
+        talker.kill_group()
+    talker.start()
+    assert talker.exit_status() is None
+    talker.kill_group()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import time
 from types import SimpleNamespace
@@ -24,8 +25,13 @@ class EndingChild:
     spec = SimpleNamespace(name="cache rank", log_path="cache_rank.log")
     pid, is_started, starts = NO_PROCESS, True, 0
 
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures  # of starts but the first
+
     def start(self) -> None:
         self.starts += 1
+        if 1 < self.starts <= 1 + self.failures:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
 
     def exit_status(self) -> str:
         return "signal SIGKILL"
@@ -37,12 +43,12 @@ class EndingChild:
         """Nothing is left of it."""
 
 
-def lives(*, is_ready: bool, count: int, waits: bool = False) -> list[str]:
+def lives(*, is_ready: bool, count: int, waits: bool = False, failures: int = 0) -> list[str]:
     """Let a rank end `count` times, ready before or not; return what is said of each restart.
 
-    `waits`: another serves all the time.
+    `waits`: another serves all the time. `failures`: so many starts do not succeed.
     """
-    child, said = EndingChild(), io.StringIO()
+    child, said = EndingChild(failures), io.StringIO()
     watchdog = SimpleNamespace(watch=lambda _: None, forget=lambda _: None)
     liveness = Liveness(lambda: Pulse(is_ready=is_ready, stalled_s=0.0, waits=waits), 0.001)
     rules = RestartRules(
@@ -107,3 +113,7 @@ def test_one_that_only_waits_for_another_waits_longer_each_time() -> None:
 
 def test_one_that_does_not_become_ready_waits_longer_each_time() -> None:
     assert lives(is_ready=False, count=4) == ["0.01", "0.02", "0.04", "0.08"]
+
+
+def test_one_that_cannot_be_started_is_tried_again() -> None:
+    assert lives(is_ready=False, count=4, failures=2) == ["0.01", "0.02", "0.04", "0.08"]
