@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +169,7 @@ def plan(request: PlanRequest) -> None:
 
     Exit code 1 if no placement of tandemkv fits.
     """
-    from .placement_choice import model_gpus
+    from .placement_choice import choosable, model_gpus
 
     served, gpus = _served(request), request.gpus
     shape, selection = served.shape, served.settings.selection
@@ -182,7 +182,9 @@ def plan(request: PlanRequest) -> None:
     if num_cache_gpus is None:
         tp_size = model_gpus(served.settings, served.spec)
         _, *possible = possible_placements(shape, gpus, tp_size)
-        available = _available(served, possible)
+        if not selection.declared.is_captured:
+            possible = [x for x in possible if x.kind is PlacementKind.IN_PROCESS]
+        available = choosable(served.settings, served.spec, possible, served.notes.append)
     choice = choose_placement(
         shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost, tp_size=tp_size,
         num_cache_gpus=num_cache_gpus, by_messages=served.settings.wished_link == "message",
@@ -202,19 +204,6 @@ def plan(request: PlanRequest) -> None:
             console.print(line, soft_wrap=True)
     if choice.chosen is None:
         raise typer.Exit(1)
-
-
-def _available(served: _Served, possible: Sequence[Placement]) -> set[str]:
-    """Return what may be chosen of `possible`, by name; what is refused for another is noted."""
-    from .placement_choice import LEFT_OUT, contradictions
-
-    is_captured = served.settings.selection.declared.is_captured
-    names = {x.name for x in possible if is_captured or x.kind is PlacementKind.IN_PROCESS}
-    refused = contradictions(served.settings, served.spec, possible)
-    taken = names - set(refused)
-    if taken:  # else the one that is chosen is told to be refused
-        served.notes.extend(LEFT_OUT.format(name=x, why=refused[x]) for x in sorted(names - taken))
-    return taken or names
 
 
 def _load(request: PlanRequest, selection: SelectionSettings) -> Workload:
@@ -261,7 +250,7 @@ def _lines(
     request: PlanRequest, served: _Served, choice: Choice, load: Workload, said: Iterable[str]
 ) -> Iterator[str]:
     """Yield what follows the tables: how to start it, `said`, and what to know of that."""
-    from .placement_choice import contradictions
+    from .placement_choice import contradiction
 
     if choice.chosen is not None:
         yield f"start it with\n  {_command(request, choice.chosen.placement, load)}"
@@ -277,8 +266,9 @@ def _lines(
     if choice.chosen is not None and advice is not None:
         yield advice
     if choice.chosen is not None and not choice.is_asked:
-        refused = contradictions(served.settings, served.spec, [choice.chosen.placement])
-        yield from (f"serve refuses it as it is: {why}" for why in refused.values())
+        why = contradiction(served.settings, served.spec, choice.chosen.placement)
+        if why:
+            yield f"serve refuses it as it is: {why}"
     yield from _notes(served.settings.selection, served.spec)
     limit = served.shape.max_context
     if limit and request.context > limit:
@@ -310,8 +300,10 @@ def _bytes_here() -> int:
     """Return the memory of the smallest GPU of this machine, or of an H200 if there is none."""
     import torch
 
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return min((int(gpu.total_memory) for gpu in gpus), default=_H200_GIB * GIB)
+    from .devices import smallest_gpu
+
+    count = torch.cuda.device_count()
+    return smallest_gpu(count) if count else _H200_GIB * GIB
 
 
 def _model(model: str, dtype: str) -> tuple[ModelShape, Path | None]:

@@ -23,6 +23,11 @@ def resolve_device(device: str) -> str:
     return "cpu"
 
 
+def smallest_gpu(num_gpus: int) -> int:
+    """Return the bytes of the smallest of the first GPUs."""
+    return min(int(torch.cuda.get_device_properties(i).total_memory) for i in range(num_gpus))
+
+
 def cache_rank_device(settings: ServeSettings) -> str:
     """Return the device of a cache rank that is started by itself: its GPU, if any, is here.
 

@@ -29,7 +29,7 @@ from tandemkv.server.settings.launch_settings import ServeSettings
 from .choose import break_even_batch_tokens, break_even_tokens, check_fits, choose_placement
 from .constants import Constants, constants_here
 from .cost import H200
-from .devices import placed_alone
+from .devices import placed_alone, smallest_gpu
 from .pages import PAGE_TOKENS, on_device
 from .placement import Placement as GpuPlacement
 from .placement import PlacementKind, possible_placements
@@ -41,7 +41,6 @@ _OF_ALL_NODES = (
     "all nodes decide the same, so no profile of a machine is used; what the network adds to each "
     "step is not predicted, and is the same with and without selection"
 )
-LEFT_OUT = "{name} is not chosen from, because serve would refuse it: {why}"
 
 if TYPE_CHECKING:
     from tandemkv.cache_rank.policies.base import LayerShare
@@ -203,23 +202,37 @@ def check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Pl
         )
 
 
-def contradictions(
-    settings: ServeSettings, spec: ModelSpec, possible: Iterable[GpuPlacement]
-) -> dict[str, str]:
-    """Return the names of those of `possible` that `settings` contradict, and why."""
+def contradiction(settings: ServeSettings, spec: ModelSpec, planned: GpuPlacement) -> str:
+    """Return why `settings` contradict `planned`; nothing if they do not."""
     from tandemkv.server.checks.preflight import check_heads
 
-    found = {}
-    for planned in possible:
-        update = {"cache_ranks": planned.num_cache_gpus, "tensor_parallel": planned.tp_size}
-        placed = settings.model_copy(update=update)
-        try:
-            check_contradictions(placed, spec, placed.placement_on("cuda"))
-            with suppress(CalibrationError):  # there is none, which is refused for all
-                check_heads(placed, spec)
-        except SettingsError as error:
-            found[planned.name] = str(error)
-    return found
+    update = {"cache_ranks": planned.num_cache_gpus, "tensor_parallel": planned.tp_size}
+    placed = settings.model_copy(update=update)
+    try:
+        check_contradictions(placed, spec, placed.placement_on("cuda"))
+        with suppress(CalibrationError):  # there is none, which is refused for all
+            check_heads(placed, spec)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+def choosable(
+    settings: ServeSettings,
+    spec: ModelSpec,
+    possible: Iterable[GpuPlacement],
+    tell: Callable[[str], None],
+) -> set[str]:
+    """Return the names of those of `possible` that `settings` allow, and tell why not the others.
+
+    All, if they allow none: the one that is chosen is refused then.
+    """
+    found = {planned.name: contradiction(settings, spec, planned) for planned in possible}
+    taken = {name for name, why in found.items() if not why}
+    for name, why in found.items():
+        if why and taken:
+            tell(f"{name} is not chosen from, because serve would refuse it: {why}")
+    return taken or set(found)
 
 
 def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
@@ -369,11 +382,6 @@ def _check_gpus(
     check_fits(planned, shape, _load(settings, spec), gpu_bytes=smallest_gpu(num_gpus))
 
 
-def smallest_gpu(num_gpus: int) -> int:
-    """Return the bytes of the smallest of the first GPUs."""
-    return min(int(torch.cuda.get_device_properties(i).total_memory) for i in range(num_gpus))
-
-
 def _shape(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> ModelShape:
     shape = shape_of_model(model_dir, name=settings.model, dtype=spec.dtype)
     return shape.with_kv_dtype(settings.cache.kv_dtype)
@@ -466,22 +474,14 @@ def _predicted_fastest(
     tp_size = model_gpus(settings, spec)
     shape = _shape(settings, spec, model_dir)
     possible = [x for x in possible_placements(shape, num_gpus, tp_size) if x.is_chosen]
-    available = {planned.name for planned in possible}
-    if num_gpus < 2 or not are_peers(0, 1) or spec.other_layers:
-        available.discard("1+1")
-    if not available:  # neither GPU can use the other
-        num_gpus, available = 1, {"in-process-tp1"}
-    refused = contradictions(settings, spec, possible)
-    if taken := available - set(refused):  # else the one that is chosen is refused
-        for name in sorted(available - taken):
-            progress(LEFT_OUT.format(name=name, why=refused[name]))
-        available = taken
+    if num_gpus > 1 and not are_peers(0, 1):
+        possible = [x for x in possible if not x.num_cache_gpus]
     choice = choose_placement(
         shape,
         _load(settings, spec),
         num_gpus=num_gpus,
         gpu_bytes=smallest_gpu(num_gpus),
-        available=available,
+        available=choosable(settings, spec, possible, progress),
         tp_size=tp_size,
         cost=constants_here().cost,
     )
