@@ -40,7 +40,7 @@ class FrozenModel(BaseModel):
             return value
         if not str(value):
             raise ValueError("a path is required; leave the setting out, or write none")
-        return Path(value).expanduser()
+        return type(value)(Path(value).expanduser())  # JSON takes texts alone
 
 
 def required_type(hint: Any) -> Any:
