@@ -64,7 +64,7 @@ from .contents import Contents
 from .far import Announced, FarReceiver, FarSender
 from .gpu_link import Wires, make_lanes, meet_host
 from .records import Op, Outbox, read_records
-from .session import Pulse, PumpSession
+from .session import REPLACED, Pulse, PumpSession
 from .side import Side
 from .stream_lanes import rehearse_flags
 
@@ -73,7 +73,6 @@ _POLL_S, _TIMEOUT_S = 0.05, 20.0
 _MAX_TEXT = 4096
 _MAX_WAITING = 64
 _STOPS = "the cache rank's host stops"
-_REPLACED = "a new inference rank came"
 
 
 @dataclass
@@ -182,7 +181,7 @@ class FarPump:
             _LOG.info("ignored the Knock of an inference rank's host that is gone")
             return
         if self._guest is not None and self._guest.session is None:
-            self._close_epoch(_REPLACED)  # the cache rank waits for its memory, and answers nobody
+            self._close_epoch(REPLACED)  # the cache rank waits for its memory, and answers nobody
         control: ControlClient | None = None
         try:
             hello = msgspec.structs.replace(knock.hello, token=self._run_dir.token, gpus=gpus)
@@ -197,7 +196,7 @@ class FarPump:
             text = str(error).partition(": ")[2] if is_refused else str(error)
             self._door.send(peer, Refused(field=name, message=text[:_MAX_TEXT]))
             return
-        self._close_epoch(_REPLACED)  # not before: who is refused ends nothing
+        self._close_epoch(REPLACED)  # not before: who is refused ends nothing
         self._guest = _Guest(peer, hello, welcome, control, Pulse(self._settings.exchange))
         if not self._door.send(peer, Admitted(welcome)):
             self._close_epoch("who asked for it is gone")

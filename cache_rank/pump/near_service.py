@@ -65,7 +65,7 @@ from .contents import Contents
 from .gpu_link import Wires, make_lanes, meet_host
 from .near import NearReceiver, NearSender, Progress
 from .records import PIECE_BYTES, Op, Outbox
-from .session import Pulse, PumpSession
+from .session import REPLACED, Pulse, PumpSession
 from .side import Side
 from .stream_lanes import rehearse_flags
 
@@ -190,12 +190,13 @@ class NearPump:
         # It may have waited for long: who gave up must not end another's epoch.
         if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
             return
-        self._close_epoch("a new inference rank came")
         caller: Caller | None = None
         try:
             caller = Caller(self._address.resolved(), self._keys, self._server)
             bare = msgspec.structs.replace(hello, token=b"")
-            reply = caller.knock(Knock(PROTOCOL_VERSION, bare, self._rank), _TIMEOUT_S)
+            knock = Knock(PROTOCOL_VERSION, bare, self._rank)
+            reply = caller.knock(knock, _TIMEOUT_S, self._tend)
+            self._close_epoch(REPLACED)  # not before: who is refused ends nothing
             self._heartbeat.expect(reply.welcome.epoch)
             if not self._control.send(peer, reply.welcome):
                 raise CacheRankLostError("the inference rank has given up")
@@ -205,7 +206,8 @@ class NearPump:
             field = error.field if isinstance(error, HandshakeRefusedError) else "cache_rank"
             _LOG.warning("no epoch: %s", error)
             self._control.send(peer, Refused(field=field, message=str(error)[:_MAX_TEXT]))
-            self._heartbeat.forget()
+            if self._session is None:
+                self._heartbeat.forget()
             if caller is not None:
                 caller.close()
             return

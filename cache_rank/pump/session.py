@@ -21,6 +21,8 @@ from .gpu_link import PumpLanes
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
+REPLACED = "a new inference rank came"
+"""Why an epoch ends as soon as the cache rank has opened another one."""
 
 
 class Pulse(Patience):

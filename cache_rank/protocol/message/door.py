@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -144,29 +144,34 @@ class Caller(Dealer[Letter]):
         self.send(letter)
         return self._answer(timeout_s)
 
-    def knock(self, letter: Knock, timeout_s: float) -> Admitted:
-        """Ask for an epoch, and return the welcome to it.
+    def knock(
+        self, letter: Knock, timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> Admitted:
+        """Ask for an epoch, and return the welcome to it; `meanwhile` is called while it waits.
 
         Raises as `request`, and `ProtocolError` if the answer is another one.
         """
         deadline = time.monotonic() + timeout_s
-        reply = self.request(letter, timeout_s)
+        self.send(letter)
+        reply = self._answer(timeout_s, meanwhile)
         while isinstance(reply, HeartbeatReply):  # whether we are still there
-            reply = self._answer(deadline - time.monotonic())
+            reply = self._answer(deadline - time.monotonic(), meanwhile)
         if not isinstance(reply, Admitted):
             raise ProtocolError(f"Knock was answered with {type(reply).__name__}")
         return reply
 
-    def _answer(self, timeout_s: float) -> Letter:
-        reply = self.receive(timeout_s)
+    def _answer(self, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> Letter:
+        reply = self.receive(timeout_s, meanwhile)
         if reply is None:
             raise CacheRankLostError(f"{self.address}: {self._why(timeout_s)}")
         if isinstance(reply, Refused):
             raise HandshakeRefusedError(reply.field, reply.message)
         return reply
 
-    def receive(self, timeout_s: float) -> Letter | None:
-        """Return the next letter, or None after `timeout_s`.
+    def receive(
+        self, timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> Letter | None:
+        """Return the next letter, or None after `timeout_s`; `meanwhile` is called as by `knock`.
 
         Raises `HandshakeRefusedError` if we are not let in, `ProtocolError` if it is malformed.
         """
@@ -175,6 +180,8 @@ class Caller(Dealer[Letter]):
             self._look()
             if time.monotonic() >= deadline:
                 return None
+            if meanwhile is not None:
+                meanwhile()
         return super().receive(0.0)
 
     def _look(self) -> None:

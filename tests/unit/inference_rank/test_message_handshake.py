@@ -193,24 +193,25 @@ def test_a_pump_that_lacks_descriptors_refuses(
         played.connection.open_connection(timeout_s=30).close()
 
 
+def _ask_slowly(*given: Any) -> Welcome:
+    """Ask the engine, as `open_epoch`; three heartbeats that go unanswered are a loss."""
+    *_, meanwhile = given
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        meanwhile()
+        time.sleep(0.05)
+    return open_epoch(*given)
+
+
 def test_who_is_refused_ends_no_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with a key that is let in, and other settings; the engine takes long to say so."""
-
-    def ask_slowly(*given: Any) -> Welcome:
-        *_, meanwhile = given
-        deadline = time.monotonic() + 2.0  # three heartbeats that go unanswered are a loss
-        while time.monotonic() < deadline:
-            meanwhile()
-            time.sleep(0.05)
-        return open_epoch(*given)
-
     settings = settings_of("last_query", {"link": "message", "two_gpus": True}, sample_tokens=4)
     with far_played(tmp_path, _SETTINGS) as (played, _):
         want, (pumps,) = played.run(), played.pumps
         epoch = pumps.far._guest.welcome.epoch
         near = RunDir.create(tmp_path / "near2")
         other = Pumps(near, pumps._of_far[0], settings, tmp_path / "keys", address=pumps._address)
-        monkeypatch.setattr(far_service, "open_epoch", ask_slowly)
+        monkeypatch.setattr(far_service, "open_epoch", _ask_slowly)
         try:
             with pytest.raises(HandshakeRefusedError, match="sample_tokens"):
                 FarForward(near, tmp_path / "model", settings)
@@ -258,13 +259,22 @@ def test_a_host_that_gives_up_is_noticed(
             assert played.num_lost == 0
 
 
-def test_an_inference_rank_on_another_gpu_ends_no_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["gpus", "selection.sample_tokens"])
+def test_who_is_refused_on_the_same_host_ends_no_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """It has the run directory, and another GPU than its pump, or other settings."""
     with far_played(tmp_path, _SETTINGS) as (played, _):
         want, (pumps,) = played.run(), played.pumps
         guest, run_dir = pumps.far._guest, RunDir.open(tmp_path / "near")
         assert guest is not None
-        hello = msgspec.structs.replace(guest.hello, token=run_dir.token, gpus=("GPU-1",))
-        refused = pytest.raises(HandshakeRefusedError, match="field=gpus")
+        hello = msgspec.structs.replace(guest.hello, token=run_dir.token)
+        if field == "gpus":
+            hello = msgspec.structs.replace(hello, gpus=("GPU-1",))
+        else:
+            hello.settings[field] = "4"
+        monkeypatch.setattr(far_service, "open_epoch", _ask_slowly)
+        refused = pytest.raises(HandshakeRefusedError, match=f"field={field}")
         with closing(ControlClient(run_dir)) as control, refused:
             open_epoch(control, hello, 10.0)
         check_same(played.run(), want)
