@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.errors import (
 )
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.handshake import open_epoch
-from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
+from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient, Patience
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, withdraw_tensors
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
@@ -64,7 +64,7 @@ from .contents import Contents
 from .far import Announced, FarReceiver, FarSender
 from .gpu_link import Wires, make_lanes, meet_host
 from .records import Op, Outbox, read_records
-from .session import REPLACED, Pulse, PumpSession
+from .session import MEMORY_S, REPLACED, Pulse, PumpSession
 from .side import Side
 from .stream_lanes import rehearse_flags
 
@@ -72,18 +72,21 @@ _LOG = logging.getLogger(__name__)
 _POLL_S, _TIMEOUT_S = 0.05, 20.0
 _MAX_TEXT = 4096
 _MAX_WAITING = 64
+_SILENT_S = MEMORY_S + 5.0
+"""Who was let in may be silent for so long before its first heartbeat: it has memory and lanes to
+make. Nobody is kept out meanwhile: who knocks and agrees takes its place."""
 _STOPS = "the cache rank's host stops"
 
 
 @dataclass
 class _Guest:
-    """An inference rank that was let in."""
+    """An inference rank that was let in; `patience` is longer before its first heartbeat."""
 
     peer: bytes
     hello: Hello
     welcome: Welcome
     control: ControlClient
-    pulse: Pulse
+    patience: Patience
     session: PumpSession | None = None
 
 
@@ -136,11 +139,12 @@ class FarPump:
         if guest is None or guest.peer != peer:
             _LOG.info("ignored %s of an epoch that is over", type(letter).__name__)
             return
-        guest.pulse.hear()
+        guest.patience.hear()
         match letter:
             case Meet() if guest.session is None:
                 self._open(guest, letter)
             case Heartbeat():
+                guest.patience = Pulse(self._settings.exchange)
                 self._door.send(peer, HeartbeatReply(letter.epoch, letter.sequence, busy_s=0.0))
             case Ended():
                 self._close_epoch(letter.reason)
@@ -152,7 +156,7 @@ class FarPump:
         if guest is None:
             return
         session = guest.session
-        if guest.pulse.is_over():
+        if guest.patience.is_over():
             self._close_epoch("no heartbeat from the inference rank's host")
         elif session is not None and has_hung_up(session.connection):
             self._close_epoch("the cache rank's process ended")
@@ -197,7 +201,7 @@ class FarPump:
             self._door.send(peer, Refused(field=name, message=text[:_MAX_TEXT]))
             return
         self._close_epoch(REPLACED)  # not before: who is refused ends nothing
-        self._guest = _Guest(peer, hello, welcome, control, Pulse(self._settings.exchange))
+        self._guest = _Guest(peer, hello, welcome, control, Patience(_SILENT_S))
         if not self._door.send(peer, Admitted(welcome)):
             self._close_epoch("who asked for it is gone")
 
@@ -238,7 +242,7 @@ class FarPump:
         except (TandemKVError, RuntimeError, OSError, ValueError) as error:
             self._close_epoch(str(error))  # too large as well: another epoch may be sound
             return
-        guest.pulse.hear()
+        guest.patience.hear()
         self._door.send(guest.peer, Opened(guest.welcome.epoch, self._memory))
         _LOG.info("epoch %d", guest.welcome.epoch)
 

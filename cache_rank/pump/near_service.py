@@ -65,7 +65,7 @@ from .contents import Contents
 from .gpu_link import Wires, make_lanes, meet_host
 from .near import NearReceiver, NearSender, Progress
 from .records import PIECE_BYTES, Op, Outbox
-from .session import REPLACED, Pulse, PumpSession
+from .session import MEMORY_S, REPLACED, Pulse, PumpSession
 from .side import Side
 from .stream_lanes import rehearse_flags
 
@@ -220,7 +220,7 @@ class NearPump:
             self._homes,
             token=self._run_dir.token,
             epoch=welcome.epoch,
-            timeout_s=_TIMEOUT_S,
+            timeout_s=MEMORY_S,
         )
         made = MappedTensors()
         plane: DataPlane | None = None

@@ -21,6 +21,8 @@ from .gpu_link import PumpLanes
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
+MEMORY_S = 25.0
+"""How long the inference rank's pump waits for the memory of its rank."""
 REPLACED = "a new inference rank came"
 """Why an epoch ends as soon as the cache rank has opened another one."""
 

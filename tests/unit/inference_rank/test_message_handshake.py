@@ -50,6 +50,7 @@ from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.cache_rank.pump.session import PumpSession
 from tandemkv.cache_rank.service.service import SharedEngineService
+from tandemkv.inference_rank.links import connection
 
 pytestmark = pytest.mark.timeout(120)
 _SETTINGS = settings_of(
@@ -119,6 +120,28 @@ def test_memory_that_takes_longer_than_the_handshake(
             pumps.close()
     assert min(taken) > limit_s
     assert len(taken) == 2
+
+
+@pytest.mark.parametrize("place", [connection, near_service], ids=["memory", "lanes"])
+def test_an_inference_rank_may_take_long_to_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any
+) -> None:
+    """It has its memory to make once it is let in, and its pump has lanes to make."""
+    name = "offer_tensors" if place is connection else "make_lanes"
+    make, is_made = getattr(place, name), threading.Event()
+
+    def make_slowly(*given: Any, **named: Any) -> Any:
+        time.sleep(1.5)  # three heartbeats that stay away are a loss
+        is_made.set()
+        return make(*given, **named)
+
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        _leave(played)
+        monkeypatch.setattr(place, name, make_slowly)
+        with closing(played.connection.open_connection(timeout_s=15)) as opened:
+            assert is_made.wait(10)
+            time.sleep(0.5)
+            assert not opened.is_gone
 
 
 @contextmanager
