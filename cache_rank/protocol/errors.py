@@ -25,11 +25,11 @@ class CacheRankError(TandemKVError):
 
 
 class HandshakeRefusedError(CacheRankError):
-    """The cache rank refused the handshake; `field` names what differs."""
+    """The cache rank refused the handshake; `field` names what differs, and `reason` says how."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"handshake refused, field={field}: {message}")
-        self.field = field
+        self.field, self.reason = field, message
 
 
 class AlreadyServedError(CacheRankError):

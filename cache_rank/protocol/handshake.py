@@ -15,7 +15,15 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .control import ControlClient
 from .errors import HandshakeRefusedError, ProtocolError
-from .messages import PROTOCOL_VERSION, HeartbeatReply, Hello, Refused, Welcome, refuse_version
+from .messages import (
+    MAX_TEXT,
+    PROTOCOL_VERSION,
+    HeartbeatReply,
+    Hello,
+    Refused,
+    Welcome,
+    refuse_version,
+)
 
 _SHOWN = 128
 _ADVICE = {
@@ -83,6 +91,13 @@ def open_epoch(
     if not isinstance(reply, Welcome):
         raise ProtocolError(f"Hello was answered with {type(reply).__name__}")
     return reply
+
+
+def refusal_for(error: BaseException) -> Refused:
+    """Return what tells of `error` whoever asks for an epoch; a refusal is passed on as it came."""
+    if isinstance(error, HandshakeRefusedError):
+        return Refused(field=error.field, message=error.reason[:MAX_TEXT])
+    return Refused(field="cache_rank", message=str(error)[:MAX_TEXT])
 
 
 def _refuse(field: str, theirs: object, ours: object) -> Refused:

@@ -22,7 +22,8 @@ MAX_SETTINGS_BYTES = 1 << 16
 """What settings of a selection may take as text, all together: options of a policy may be lists."""
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
+MAX_TEXT = 4096
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 SettingText = Annotated[str, msgspec.Meta(max_length=MAX_SETTINGS_BYTES)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]

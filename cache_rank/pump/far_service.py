@@ -17,12 +17,11 @@ from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
-    HandshakeRefusedError,
     ProtocolError,
     TandemKVError,
 )
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
-from tandemkv.cache_rank.protocol.handshake import open_epoch
+from tandemkv.cache_rank.protocol.handshake import open_epoch, refusal_for
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient, Patience
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, withdraw_tensors
@@ -47,6 +46,7 @@ from tandemkv.cache_rank.protocol.message.letters import (
 )
 from tandemkv.cache_rank.protocol.message.opening import most_told
 from tandemkv.cache_rank.protocol.messages import (
+    MAX_TEXT,
     PROTOCOL_VERSION,
     Goodbye,
     Heartbeat,
@@ -70,7 +70,6 @@ from .stream_lanes import rehearse_flags
 
 _LOG = logging.getLogger(__name__)
 _POLL_S, _TIMEOUT_S = 0.05, 20.0
-_MAX_TEXT = 4096
 _MAX_WAITING = 64
 _SILENT_S = MEMORY_S + 5.0
 """Who was let in may be silent for so long before its first heartbeat: it has memory and lanes to
@@ -195,10 +194,7 @@ class FarPump:
             if control is not None:
                 control.close()
             _LOG.warning("refused: %s", error)
-            is_refused = isinstance(error, HandshakeRefusedError)
-            name = error.field if isinstance(error, HandshakeRefusedError) else "cache_rank"
-            text = str(error).partition(": ")[2] if is_refused else str(error)
-            self._door.send(peer, Refused(field=name, message=text[:_MAX_TEXT]))
+            self._door.send(peer, refusal_for(error))
             return
         self._close_epoch(REPLACED)  # not before: who is refused ends nothing
         self._guest = _Guest(peer, hello, welcome, control, Patience(_SILENT_S))
@@ -240,7 +236,8 @@ class FarPump:
                 self._opening = None
             self._heartbeat.start(guest.welcome.epoch)
         except (TandemKVError, RuntimeError, OSError, ValueError) as error:
-            self._close_epoch(str(error))  # too large as well: another epoch may be sound
+            # Too large as well: another epoch may be sound.
+            self._close_epoch(refusal_for(error).message)
             return
         guest.patience.hear()
         self._door.send(guest.peer, Opened(guest.welcome.epoch, self._memory))
@@ -359,7 +356,7 @@ class FarPump:
             return
         _LOG.info("epoch %d ends: %s", guest.welcome.epoch, reason)
         self._heartbeat.stop()
-        self._door.send(guest.peer, Ended(guest.welcome.epoch, reason[:_MAX_TEXT]))
+        self._door.send(guest.peer, Ended(guest.welcome.epoch, reason[:MAX_TEXT]))
         try:
             guest.control.send(Goodbye(epoch=guest.welcome.epoch))
         except TandemKVError as error:

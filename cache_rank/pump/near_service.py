@@ -21,6 +21,7 @@ from tandemkv.cache_rank.protocol.errors import (
     ProtocolError,
     TandemKVError,
 )
+from tandemkv.cache_rank.protocol.handshake import refusal_for
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
@@ -46,6 +47,7 @@ from tandemkv.cache_rank.protocol.message.letters import (
 )
 from tandemkv.cache_rank.protocol.message.opening import opening_s
 from tandemkv.cache_rank.protocol.messages import (
+    MAX_TEXT,
     PROTOCOL_VERSION,
     Goodbye,
     Heartbeat,
@@ -71,7 +73,6 @@ from .stream_lanes import rehearse_flags
 
 _LOG = logging.getLogger(__name__)
 _POLL_S, _TIMEOUT_S = 0.05, 25.0
-_MAX_TEXT = 4096
 
 
 class NearPump:
@@ -203,9 +204,8 @@ class NearPump:
             self._session = self._begin(caller, hello, reply.welcome)
         # A GPU that fails, or too large: another epoch may be sound.
         except (TandemKVError, RuntimeError, OSError, ValueError) as error:
-            field = error.field if isinstance(error, HandshakeRefusedError) else "cache_rank"
             _LOG.warning("no epoch: %s", error)
-            self._control.send(peer, Refused(field=field, message=str(error)[:_MAX_TEXT]))
+            self._control.send(peer, refusal_for(error))
             if self._session is None:
                 self._heartbeat.forget()
             if caller is not None:
@@ -236,7 +236,7 @@ class NearPump:
             if plane is not None:
                 plane.close()
             with contextlib.suppress(OSError):  # it may be gone, and that the reason
-                send_tensors(connection, error=str(error)[:_MAX_TEXT])
+                send_tensors(connection, error=refusal_for(error).message)
             connection.close()
             tensors.close()
             made.close()
@@ -340,7 +340,7 @@ class NearPump:
             _LOG.info("epoch %d ends: %s", session.epoch, session.reason or reason)
             if caller is not None:
                 try:
-                    caller.send(Ended(epoch=session.epoch, reason=reason[:_MAX_TEXT]))
+                    caller.send(Ended(epoch=session.epoch, reason=reason[:MAX_TEXT]))
                 except TandemKVError as error:
                     _LOG.info("the other host was not told: %s", error)
             session.close()

@@ -34,6 +34,7 @@ from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, kept_specs, part_books
 from tandemkv.cache_rank.protocol.message.opening import most_told, opening_s
 from tandemkv.cache_rank.protocol.messages import (
+    MAX_TEXT,
     TOTALS_OF_PROCESS,
     Goodbye,
     HeartbeatReply,
@@ -61,7 +62,6 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _CONTROL_EVERY = 32
 """Steps between two looks at the control socket, whose messages can wait."""
-_MAX_REASON = 4096
 
 
 class SharedEngineService:
@@ -210,7 +210,7 @@ class SharedEngineService:
             epoch = self._run_dir.next_epoch()
         except Exception as error:  # who waits must know
             logger.exception("no epoch can be opened")
-            text = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+            text = f"{type(error).__name__}: {error}"[:MAX_TEXT]
             self._refuse(peer, Refused(field="cache_rank", message=text))
             return
         placement = self._settings.placement
