@@ -104,12 +104,34 @@ def weights_for(tensors: MappedTensors, shard: HeadShard) -> dict[str, torch.Ten
     Raises `ProtocolError` if they are incomplete, or of another shape.
     """
     names = [x.name for x in tensors.specs if x.name.startswith(PREDICTOR_PREFIX)]
-    by_head = tuple(PREDICTOR_PREFIX + x for x in _BY_HEAD)
-    try:
-        parted = () if _is_over_all_heads(tensors) else by_head
-        return {x: shard.of(tensors[x], 1) if x in parted else tensors[x] for x in names}
-    except (KeyError, IndexError) as error:
-        raise ProtocolError(f"weights of the prediction do not fit: {error!r}") from error
+    if not names:
+        return {}
+    _parts_of(tensors)
+    parted = () if _is_over_all_heads(tensors) else tuple(PREDICTOR_PREFIX + x for x in _BY_HEAD)
+    return {x: shard.of(tensors[x], 1) if x in parted else tensors[x] for x in names}
+
+
+def _parts_of(tensors: MappedTensors) -> dict[str, torch.Tensor]:
+    """Return the fields of `QueryWeights` that there are, each with a layer's in its first place.
+
+    Raises `ProtocolError` if one is missing, or no such tensor.
+    """
+    names = ("weight", _NUMBERS, _EPSILONS, _FORM, _COS_SIN)
+    missing = [name for name in names if PREDICTOR_PREFIX + name not in tensors]
+    if missing:
+        raise ProtocolError(f"weights of the prediction lack {missing}; use one version")
+    fields = ("weight", *_OPTIONAL)
+    parts = {x: tensors[PREDICTOR_PREFIX + x] for x in fields if PREDICTOR_PREFIX + x in tensors}
+    shape = tensors[PREDICTOR_PREFIX + _NUMBERS].shape
+    wrong = [
+        name
+        for name, part in parts.items()
+        if part.ndim != (3 if name == "weight" else 2) or part.shape[:1] != shape
+    ]
+    wrong += [_FORM] if tensors[PREDICTOR_PREFIX + _FORM].shape != (2,) else []
+    if wrong:
+        raise ProtocolError(f"weights of the prediction: {wrong} are of another model")
+    return parts
 
 
 def _is_over_all_heads(tensors: MappedTensors) -> bool:
@@ -134,18 +156,9 @@ class MappedPredictor:
         shard: HeadShard | None = None,
     ) -> None:
         shard = shard or HeadShard()
-        names = ("weight", _NUMBERS, _EPSILONS, _FORM, _COS_SIN)
-        missing = [name for name in names if PREDICTOR_PREFIX + name not in tensors]
-        if missing:
-            raise ProtocolError(f"weights of the prediction lack {missing}; use one version")
-        parts = {
-            name: tensors[PREDICTOR_PREFIX + name]
-            for name in ("weight", *_OPTIONAL)
-            if PREDICTOR_PREFIX + name in tensors
-        }
+        parts = _parts_of(tensors)
         numbers = tensors[PREDICTOR_PREFIX + _NUMBERS].tolist()
-        wrong = [name for name, part in parts.items() if len(part) != len(numbers)]
-        wrong += [_NUMBERS] if max(numbers, default=0) >= num_layers else []
+        wrong = [_NUMBERS] if max(numbers, default=0) >= num_layers else []
         head_dim, rotates_neighbours = tensors[PREDICTOR_PREFIX + _FORM].tolist()
         width = num_heads * head_dim
         self._predicts_all = shard.count > 1 and _is_over_all_heads(tensors)

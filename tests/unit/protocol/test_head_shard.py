@@ -196,6 +196,24 @@ def alone_with(mapped: MappedTensors, shard: HeadShard) -> MappedTensors:
     return found
 
 
+@pytest.mark.parametrize("name", ["form", "layers", "weight", "query_norm"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_weights_that_are_incomplete_are_refused(name: str, *, is_there: bool) -> None:
+    """With a tensor of one dimension in the place of another; who has no weights at all may."""
+    mapped = MappedTensors()
+    assert weights_for(mapped, HeadShard(1, 3, 3)) == {}
+    put_weights(mapped, [weights_of("all", is_int8=False)], torch.rand(40, MODEL.head_dim))
+    mapped.forget(f"predict_{name}")
+    if is_there:
+        mapped.allocate(f"predict_{name}", (5,), torch.float32, "host")
+    said = "weight" if is_there and name == "layers" else name  # of how many layers it tells
+    if is_there or name != "query_norm":
+        for use in (weights_for, lambda *_: MappedPredictor(mapped, 1, 12)):
+            with pytest.raises(ProtocolError, match=rf"\['{said}'"):
+                use(mapped, HeadShard(1, 3, 3))
+    mapped.close()
+
+
 @pytest.mark.parametrize("heads", [1, 3, 4])
 def test_weights_of_other_heads_are_refused(heads: int) -> None:
     """Those of all, or of the part: with another split of them queries would be other heads'."""
