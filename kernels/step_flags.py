@@ -15,7 +15,8 @@ its own memory with acquiring loads at system scope. Kernels behind it in its st
 has ended. Nothing else orders two GPUs, so data goes before its flag, and never after it.
 
 A wait has an end. When it is reached, the wait stores its step in `lost`; from then on waits return
-at once and raises do nothing, so the rest of the graph runs through and nothing hangs or traps.
+at once and raises do nothing, so the rest of the graph runs through and nothing hangs or traps. For
+0 tells of no loss, the number before is stored where the step's own is 0.
 """
 
 import time
@@ -113,7 +114,7 @@ def raise_flags(
 
         return on_gpu(flags, step=step, lost=lost, follows=follows, stamp=stamp)
     if stamp is not None and not lost.any() and bool((stamp - step < 0).any()):
-        lost.copy_(step)
+        _lose(lost, step)
     if not lost.any():
         flags.fill_(int(step))
 
@@ -151,11 +152,15 @@ def wait_flags(
     deadline = time.monotonic() + timeout_s
     while not lost.any() and bool((flags - step < 0).any()):
         if time.monotonic() > deadline:
-            lost.copy_(step)
+            _lose(lost, step)
             break
         time.sleep(_PAUSE_S)
     if stamp is not None:
         stamp.copy_(step - 1 if lost.any() else step)
+
+
+def _lose(lost: torch.Tensor, step: torch.Tensor) -> None:
+    lost.copy_(torch.where(step == 0, -1, step))
 
 
 def _check(flags: torch.Tensor, step: torch.Tensor, lost: torch.Tensor, size: str) -> Dims:

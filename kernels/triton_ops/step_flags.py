@@ -42,6 +42,11 @@ def _nanoseconds(USE_ASM: tl.constexpr):
 
 
 @triton.jit
+def _lost_number(step):
+    return tl.where(step == 0, -1, step)
+
+
+@triton.jit
 def _send_kernel(
     rows, out, flags, step, lost, width, row_stride, out_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +79,7 @@ def _raise_kernel(
     number, is_lost = tl.load(step), tl.load(lost)
     if HAS_STAMP:
         is_missing = tl.load(stamp) - number < 0
-        tl.store(lost, number, mask=is_missing & (is_lost == 0))
+        tl.store(lost, _lost_number(number), mask=is_missing & (is_lost == 0))
         is_lost = tl.where(is_missing, 1, is_lost)
     tl.atomic_xchg(
         flags + at, tl.full([BLOCK], 0, tl.int32) + number,
@@ -107,7 +112,7 @@ def await_step(
         is_lost = tl.load(lost, volatile=True)
         if not USE_ASM:  # nobody could raise them meanwhile
             is_late = tl.full([], 1, tl.int32)
-    tl.store(lost, wanted, mask=(num_missing > 0) & (is_lost == 0))
+    tl.store(lost, _lost_number(wanted), mask=(num_missing > 0) & (is_lost == 0))
     return (num_missing == 0) & (is_lost == 0)
 
 

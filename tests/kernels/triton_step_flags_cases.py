@@ -48,6 +48,7 @@ def test_rows_arrive_with_their_flags(lost: int, rows: int, width: int) -> None:
         ([-(2**31) + 1], 2**31 - 2, 0, 0),  # numbers wrap around
         ([2**31 - 2], -(2**31) + 1, 0, -(2**31) + 1),
         ([2**31 - 2], -(2**31), 0, -(2**31)),
+        ([-1], 0, 0, -1),  # 0 would be no loss
     ],
 )
 def test_a_wait_compares_step_numbers(
@@ -77,18 +78,26 @@ def test_flags_are_raised_unless_the_epoch_is_lost() -> None:
 
 @pytest.mark.parametrize("num_flags", [0, 3])
 @pytest.mark.parametrize(
-    ("stamp", "before", "after"),
-    [(5, 0, 0), (6, 0, 0), (4, 0, 5), (0, 0, 5), (4, 2, 2), (5, 2, 2)],
+    ("step", "stamp", "before", "after"),
+    [
+        (5, 5, 0, 0),
+        (5, 6, 0, 0),
+        (5, 4, 0, 5),
+        (5, 0, 0, 5),
+        (5, 4, 2, 2),
+        (5, 5, 2, 2),
+        (0, -1, 0, -1),
+    ],
 )
 def test_flags_are_raised_for_what_was_stamped(
-    stamp: int, before: int, after: int, num_flags: int
+    step: int, stamp: int, before: int, after: int, num_flags: int
 ) -> None:
     for module in BOTH:
-        flags, lost = torch.zeros(4, dtype=torch.int32, device=DEVICE), word(before)
+        flags, lost = torch.zeros(4, dtype=torch.int32, device=DEVICE) - 9, word(before)
         up = flags[:num_flags]
-        module.raise_flags(up, step=word(5), lost=lost, follows=False, stamp=word(stamp))
+        module.raise_flags(up, step=word(step), lost=lost, follows=False, stamp=word(stamp))
         assert lost.item() == after, module.__name__
-        assert flags.tolist() == [0 if after else 5] * num_flags + [0] * (4 - num_flags)
+        assert flags.tolist() == [-9 if after else step] * num_flags + [-9] * (4 - num_flags)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
