@@ -69,6 +69,7 @@ class SelectionSettings(FrozenModel):
 
     policy: str = Field(
         default=DEFAULT_POLICY,
+        max_length=1024,
         description="What selects: a name from `tandemkv policies`, or module:Class of your own.",
     )
     declared: DeclaredPolicy = Field(

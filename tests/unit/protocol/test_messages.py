@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.messages import (
@@ -27,6 +28,7 @@ from tandemkv.cache_rank.protocol.messages import (
     encode,
 )
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 MODEL = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -132,6 +134,15 @@ def test_fields_out_of_bounds_are_refused(message: Message, change: dict[str, ob
 def test_encode_refuses_what_decode_would() -> None:
     with pytest.raises(ProtocolError, match="exceeds"):
         encode(Refused(field="x", message="y" * MAX_FRAME_BYTES))
+
+
+def test_a_status_tells_the_longest_name_of_a_policy() -> None:
+    name = "a:" + "b" * 1022
+    info = {"policy": SelectionSettings(policy=name).policy}
+    status = StatusReply(role="cache_rank", epoch=0, ready=True, values={}, info=info)
+    assert decode(encode(status)) == status
+    with pytest.raises(ValidationError, match="at most 1024 characters"):
+        SelectionSettings(policy=name + "b")
 
 
 def test_hello_does_not_show_its_token() -> None:
