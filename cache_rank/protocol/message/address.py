@@ -15,6 +15,8 @@ from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsErro
 _SCHEME = "tcp://"
 _LISTENS_S = 2.0
 """How long one of several addresses of a name is given to take a connection."""
+_MAPPED_WILDCARD = ipaddress.ip_address("::ffff:0.0.0.0")
+"""The wildcard of IPv4 as an IPv6 socket takes it."""
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?"
 _NAME = re.compile(rf"(?=.*[A-Za-z]){_LABEL}(\.{_LABEL})*\.?")
 
@@ -130,7 +132,7 @@ def checked_interface(host: str) -> str:
         found = ipaddress.ip_address(host)
     except ValueError as error:
         raise SettingsError(f"host={host!r} must be the IP address of an interface") from error
-    if found.is_unspecified:
+    if found.is_unspecified or found == _MAPPED_WILDCARD:
         raise SettingsError(
             f"host={host} is every interface of the machine; name the one that leads to the other "
             "host"

@@ -259,6 +259,8 @@ def test_a_taken_or_foreign_address_is_told(keys: Path) -> None:
         ("tcp://127.0.0.1:99999", "tcp://HOST:PORT"),
         ("tcp://0.0.0.0:5", "every interface"),
         ("tcp://[::]:5", "every interface"),
+        ("tcp://[::ffff:0.0.0.0]:5", "every interface"),
+        ("tcp://[::ffff:0:0]:5", "every interface"),
         ("tcp://example.org:5", "IP address"),
     ],
 )
