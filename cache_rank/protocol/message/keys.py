@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import zmq
 import zmq.auth
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -96,7 +97,16 @@ def allowed_keys(folder: Path) -> set[bytes]:
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
+    """Return the public key in a file, and the secret one if there is one."""
     try:
-        return zmq.auth.load_certificate(path)
+        public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise SettingsError(f"{path}: no CURVE key is there ({error})") from error
+    try:
+        zmq.curve_public(public)  # whether it is a key at all
+        is_whole = secret is None or zmq.curve_public(secret) == public
+    except (ValueError, zmq.ZMQError):
+        is_whole = False
+    if not is_whole:
+        raise SettingsError(f"{path}: a key in it is damaged; copy it again, or make the keys anew")
+    return public, secret

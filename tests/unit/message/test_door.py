@@ -308,6 +308,25 @@ def test_keys_are_kept_private_and_not_shown(keys: Path) -> None:
         own_keys(keys, CACHE_RANK)
 
 
+@pytest.mark.parametrize("line", ["public-key", "secret-key"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_damaged_keys_are_told(keys: Path, line: str, *, is_cut: bool) -> None:
+    def damage(name: str) -> None:
+        before, mark, after = (keys / name).read_text().partition(f'{line} = "')
+        first = "" if is_cut else "0" if after[0] != "0" else "1"
+        (keys / name).write_text(before + mark + first + after[1:])
+
+    damage("cache_rank.key_secret")
+    with pytest.raises(SettingsError, match="key_secret: a key in it is damaged"):
+        own_keys(keys, CACHE_RANK)
+    if is_cut and line == "public-key":  # one that came alone goes with none
+        damage("inference_rank.key")
+        with pytest.raises(SettingsError, match="key: a key in it is damaged"):
+            public_key(keys, INFERENCE_RANK)
+        with pytest.raises(SettingsError, match="key: a key in it is damaged"):
+            allowed_keys(keys)
+
+
 def test_missing_keys_are_told(keys: Path) -> None:
     (keys / "inference_rank.key").unlink()
     with pytest.raises(SettingsError, match="nobody may connect"):
