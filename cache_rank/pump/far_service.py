@@ -158,7 +158,7 @@ class FarPump:
         if guest.patience.is_over():
             self._close_epoch("no heartbeat from the inference rank's host")
         elif session is not None and has_hung_up(session.connection):
-            self._close_epoch("the cache rank's process ended")
+            self._close_epoch("the cache rank's process ended, or gave the epoch up; see its log")
         elif session is not None and session.is_over():
             self._close_epoch(session.reason)
 

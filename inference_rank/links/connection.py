@@ -477,7 +477,7 @@ class SharedConnection:
                 self.mark_lost(f"its connection cannot be watched: {error}", epoch=epoch)
                 return
         if is_gone:
-            self.mark_lost("its process ended", epoch=epoch)
+            self.mark_lost("its process ended, or gave the epoch up; see its log", epoch=epoch)
 
     def drop(self) -> None:
         """Release what is left of an epoch that ended; what survives it stays. Idempotent."""
