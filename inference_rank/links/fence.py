@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -45,8 +46,9 @@ class Fence:
         if self._connection.fileno() < 0:
             return
         if not has_hung_up(self._connection, self.grace_s):
-            if self._process >= 0:
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if self._process >= 0:
+                    signal.pidfd_send_signal(self._process, signal.SIGKILL)
             if not has_hung_up(self._connection, timeout_s):
                 raise CacheRankLostError(
                     f"the cache rank of the epoch before (pid {self._pid or 'unknown'}) has its "

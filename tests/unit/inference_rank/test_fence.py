@@ -68,6 +68,17 @@ def test_one_that_was_told_has_time_to_let_go(tmp_path: Path) -> None:
     peer.wait(10)
 
 
+def test_one_that_ends_meanwhile_is_waited_for(tmp_path: Path) -> None:
+    """Its end of the connection may be open for a moment longer; here its child has it."""
+    then = "import os; c.recv(1); os.fork() and os._exit(0); time.sleep(1.0); os._exit(0)"
+    peer, connection = connect(tmp_path / "s", then)
+    fence = Fence(connection)
+    connection.send(b"x")
+    connection.close()
+    assert peer.wait(10) == 0
+    fence.close(10.0)
+
+
 def test_one_that_was_told_and_is_stopped_is_ended(tmp_path: Path) -> None:
     peer, connection = connect(tmp_path / "s", program=_POLITE)
     fence = Fence(connection)
