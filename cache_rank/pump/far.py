@@ -69,7 +69,9 @@ class FarReceiver:
             self._wanted = side.slots_of(record)
         elif op is Op.ENTRY:
             words = array("q", record.view(torch.int64, -1).tolist())
-            self._begin(StepEntry.of(memoryview(words)))
+            entry = StepEntry.of(memoryview(words))
+            side.check_entry(entry)
+            self._begin(entry)
         elif op is Op.END:
             self._announced.note(a)
         else:

@@ -14,6 +14,7 @@ from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
+from tandemkv.cache_rank.protocol.step_ring import StepEntry
 
 from .records import PIECE_BYTES, Op, Outbox, Record
 
@@ -103,6 +104,20 @@ class Side:
     def check_slots(self, slots: torch.Tensor) -> None:
         """Refuse slots beyond the pool, with `ProtocolError`; a GPU is not asked for them."""
         _check_range("slot", slots, self._num_slots)
+
+    def check_entry(self, entry: StepEntry) -> None:
+        """Refuse an announcement that tables and pool have no place for, with `ProtocolError`.
+
+        Before its plan is made, which is as long as the step has tokens.
+        """
+        (num_rows, width), rows = self.table.shape, entry.rows
+        num_tokens = sum(row.length - row.prefix_len for row in rows if row.row)
+        is_sound = len(rows) <= num_rows and num_tokens <= self._num_slots
+        if not is_sound or any(
+            row.row >= num_rows or row.length > width or row.window > row.length - row.prefix_len
+            for row in rows
+        ):
+            raise ProtocolError(f"the requests of step {entry.step} have no place here")
 
     def check_requests(
         self, rows: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
