@@ -70,15 +70,40 @@ class SharedSession:
         made: MappedTensors,
         clock: BusyClock,
     ) -> None:
-        selection = settings.selection
+        self.number, self._made, self._clock = epoch, made, clock
+        self._connection, self._tensors = connection, tensors
+        self._over, flags = threading.Event(), StepFlags(tensors["flags"])
+        self._on_gpu: StreamSignals | None = None
+        self._make_engine(model, settings, model_dir, sizes, shard, flags)
+        self._ring = StepRing(tensors["ring"], flags)
+        self._stream = shared_stream(tensors.homes.here, FORWARD_PRIORITY)
+        if self._stream is not None:  # steps come behind what was queued to make all of this
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self.num_steps, self._awake_until = 0, 0.0
+        self._tracer = tracer(sizes.shard.index, tensors.homes.here)
+        self._wake, self._waker = socket.socketpair()
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def _make_engine(
+        self,
+        model: ModelSpec,
+        settings: RankSettings,
+        model_dir: Path,
+        sizes: RegionSizes,
+        shard: HeadShard,
+        flags: StepFlags,
+    ) -> None:
+        """Make the engine, which takes what there is of `made` and makes the rest; and its runner.
+
+        Raises `ProtocolError` if something of `made` is left over.
+        """
+        tensors, made, selection = self._tensors, self._made, settings.selection
         unknown = {spec.name for spec in made.specs}
 
         def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             unknown.discard(name)
             return made.allocate(name, shape, dtype)
 
-        self.number, self._made, self._clock = epoch, made, clock
-        self._connection, self._tensors = connection, tensors
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=allocate, shard=shard)
         predict = _predictor(tensors, model, settings, shard)
         self.engine: Engine = create(
@@ -90,16 +115,12 @@ class SharedSession:
             model_dir=model_dir,
         )
         first = next(iter(self.engine.program.selecting), 0)
-        self._over = threading.Event()
-        self._on_gpu: StreamSignals | None = None
-        flags = StepFlags(tensors["flags"])
-        self._ring = StepRing(tensors["ring"], flags)
         self.runner = EntryRunner(
             self.engine,
             tensors,
             self._make_signals(flags, settings.exchange.transfer_timeout_s, sizes.shard.index),
             self._versions(pools.log_weight, allocate),
-            epoch=epoch,
+            epoch=self.number,
             num_resident=selection.num_resident,
             is_gone=self._over.is_set,
             host=flags,
@@ -112,13 +133,6 @@ class SharedSession:
                 f"mapped tensor {min(unknown)!r} is nothing that this engine keeps; start both "
                 "ranks with the same settings"
             )
-        self._stream = shared_stream(tensors.homes.here, FORWARD_PRIORITY)
-        if self._stream is not None:  # steps come behind what was queued to make all of this
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self.num_steps, self._awake_until = 0, 0.0
-        self._tracer = tracer(sizes.shard.index, tensors.homes.here)
-        self._wake, self._waker = socket.socketpair()
-        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def _make_signals(
         self, flags: StepFlags, limit_s: float, index: int

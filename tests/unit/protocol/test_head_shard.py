@@ -229,6 +229,6 @@ def test_weights_that_do_not_fit_together_are_refused(name: str) -> None:
     """A pump gets them from another process, and goes on with the next."""
     mapped = MappedTensors()
     mapped.allocate(PREDICTOR_PREFIX + name, (8,), torch.float32)
-    with pytest.raises(ProtocolError, match="do not fit"):
+    with pytest.raises(ProtocolError, match="weights of the prediction"):
         weights_for(mapped, HeadShard(0, 2, 2))
     mapped.close()
