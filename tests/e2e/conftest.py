@@ -202,8 +202,7 @@ def link(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def small_server(deep_model: Path) -> Iterator[Server]:
+def small_server() -> Iterator[Server]:
     """Ours with a resident set much smaller than the prompts."""
-    del deep_model  # which it serves
     with ours({"selection": SMALL_SELECTION, "evaluation": True}) as server:
         yield server
