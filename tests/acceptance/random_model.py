@@ -27,7 +27,7 @@ DEEP = {
 def make_random_model(folder: Path, **shape: int) -> None:
     """Write it into `folder`, of `SHAPE` or another, with the tokenizer of the embedded model."""
     long_ids()  # of that tokenizer
-    for file in ("tokenizer.json", "tokenizer_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(Path(model_dir()) / file, folder / file)
     torch.manual_seed(0)
     net = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE | shape))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from rank_servers import Server, ours
 
 from tandemkv.cache_rank.protocol.memory.one_device import APART, ONE_DEVICE_VARIABLE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("deep_model")]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 _ENVIRON = {ONE_DEVICE_VARIABLE: APART}
 _COVERING = {
@@ -76,15 +77,16 @@ def test_tokens_equal_stock(
 
 
 def test_tokens_of_slow_steps_equal_stock(
-    prompts: list[list[int]], new_tokens: int, deep_reference: list[Any]
+    prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
     with ours({"selection": _SLOW, "cache_ranks": 1}, environ=_ENVIRON) as server:
-        check_with_hits(server, prompts, deep_reference, new_tokens=new_tokens)
+        check_with_hits(server, prompts, reference, new_tokens=new_tokens)
         inference, (rank,) = values(server), cache_ranks(server)
     assert 0 < inference["slow_rows_total"] < inference["sparse_rows_total"] / 2
     assert rank["values"]["fetched_rows_total"] > 0
 
 
+@pytest.mark.usefixtures("on_deep_model")
 def test_one_of_three_killed_while_requests_decode() -> None:
     prompts = make_prompts(_REQUESTS)
     settings = settings_of(num_requests=_REQUESTS, standby=False, cache_ranks=3)
@@ -98,7 +100,8 @@ def test_one_of_three_killed_while_requests_decode() -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(deep_model: Path) -> Iterator[Server]:
+    del deep_model  # which it serves, as later ones would: it is needed last
     settings = settings_of(num_requests=_REQUESTS, standby=True)
     with ours(settings, environ=_ENVIRON) as found:
         assert found.run_dir is not None
