@@ -22,7 +22,8 @@ from tandemkv.server.launch.nodes import check_meeting_place
 from tandemkv.server.models.calibrated import calibration_advice
 from tandemkv.server.plan.devices import resolve_device
 from tandemkv.server.plan.memory import estimate_memory, gib
-from tandemkv.server.plan.placement_choice import check_runs_on, resolve_alone, resolve_placement
+from tandemkv.server.plan.placement_checks import check_runs_on
+from tandemkv.server.plan.placement_choice import resolve_alone, resolve_placement
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
 from tandemkv.server.settings.sglang_args import check_sglang_args, check_sglang_environment
 

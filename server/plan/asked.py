@@ -55,7 +55,7 @@ def asked_placement(
     from tandemkv.cache_rank.policies.registry import check_pooling, check_read, find_policy
     from tandemkv.server.checks.preflight import check_channels, check_heads, check_model
 
-    from .placement_choice import check_contradictions
+    from .placement_checks import check_contradictions
 
     if settings.nnodes > 1:
         count = settings.cache_ranks or 0

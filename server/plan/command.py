@@ -169,7 +169,8 @@ def plan(request: PlanRequest) -> None:
 
     Exit code 1 if no placement of tandemkv fits.
     """
-    from .placement_choice import choosable, model_gpus
+    from .placement_checks import choosable
+    from .placement_choice import model_gpus
 
     served, gpus = _served(request), request.gpus
     shape, selection = served.shape, served.settings.selection
@@ -250,7 +251,7 @@ def _lines(
     request: PlanRequest, served: _Served, choice: Choice, load: Workload, said: Iterable[str]
 ) -> Iterator[str]:
     """Yield what follows the tables: how to start it, `said`, and what to know of that."""
-    from .placement_choice import contradiction
+    from .placement_checks import contradiction
 
     if choice.chosen is not None:
         yield f"start it with\n  {_command(request, choice.chosen.placement, load)}"

@@ -27,7 +27,7 @@ from tandemkv.server.checks.preflight import ResolvedLaunch, resolve_launch
 from tandemkv.server.checks.sglang_features import check_speculation
 from tandemkv.server.cli import doctor
 from tandemkv.server.launch.serve import make_plan
-from tandemkv.server.plan import placement_choice
+from tandemkv.server.plan import placement_checks, placement_choice
 from tandemkv.server.plan.devices import placed_alone
 from tandemkv.server.plan.footprint import Footprint
 from tandemkv.server.plan.memory import RANK_BYTES, estimate_memory
@@ -232,7 +232,7 @@ def test_clusters_of_heads_do_not_cross_ranks(
     measured = Resolved(clusters=clusters, origin="sync_kv.json")
     monkeypatch.setattr(resolve_module, "resolve_calibration", lambda *_: measured)
     resolve(model_dir, selection={"policy": "sync_kv"})
-    monkeypatch.setattr(placement_choice.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(placement_checks.os, "sched_getaffinity", lambda _: {0, 1})
     with pytest.raises(SettingsError, match=r"tensor_parallel=2: policy=sync_kv .*use --tp 1"):
         resolve(model_dir, selection={"policy": "sync_kv"}, tensor_parallel=2)
 
@@ -241,7 +241,7 @@ def test_head_maps_do_not_cross_gpus(model_dir: Path, monkeypatch: pytest.Monkey
     share = LayerShare((0, 0, 2, 2), ((0, 1), (1, 0)) * 2)
     measured = Resolved(share=share, origin="kascade.json")
     monkeypatch.setattr(resolve_module, "resolve_calibration", lambda *_: measured)
-    monkeypatch.setattr(placement_choice, "_check_without_gpus", lambda _: None)
+    monkeypatch.setattr(placement_choice, "check_without_gpus", lambda _: None)
     parallel = {"tensor_parallel": 2, "cache_ranks": 0}
     with pytest.raises(SettingsError, match=r"kascade\.json lead .* use --anchors 0,2, .* --tp 1"):
         resolve(model_dir, selection={"policy": "kascade"}, **parallel)
