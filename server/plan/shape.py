@@ -344,7 +344,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> Mode
             max_context=int(config.get("max_position_embeddings") or 0),
             vision_parameters=_vision_parameters(config, entry),
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UnsupportedModelError(
             f"model={name}: config.json lacks or garbles a field of the model's shape "
             f"({type(error).__name__}: {error})"
@@ -382,7 +382,7 @@ def linear_shape(config: Mapping[str, Any], entry: Architecture) -> LinearShape 
             state_item_bytes=ITEM_BYTES[str(config.get("mamba_ssm_dtype") or "float32")],
             is_split=entry.splits_linear,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UnsupportedModelError(
             "config.json lacks or garbles a field of the shape of linear attention "
             f"({type(error).__name__}: {error})"

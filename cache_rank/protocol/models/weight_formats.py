@@ -100,7 +100,7 @@ def format_of(config: Mapping[str, Any]) -> WeightFormat | None:
         read = _READ.get(method, _unknown)(found)
         method, unconverted = read.method or method, _unconverted(found)
         return replace(read, method=method, unconverted=unconverted)
-    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, re.error) as error:
         reason = f"quantization_config lacks or garbles a field ({type(error).__name__}: {error})"
         return WeightFormat(method=method, reason=reason)
 

@@ -194,6 +194,12 @@ def test_modules_that_are_not_quantised(says: dict[str, Any], module: str, conve
     assert found.converts(f"model.layers.{module}") is converts
 
 
+def test_infinite_bits_are_told_of() -> None:
+    found = format_of({"quantization_config": {"quant_method": "gptq", "bits": float("inf")}})
+    assert found is not None
+    assert "garbles a field (OverflowError" in found.reason
+
+
 def test_an_expression_that_is_none_is_told_of() -> None:
     found = format_of({"quantization_config": {"quant_method": "fp8", "ignore": ["re:("]}})
     assert found is not None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,6 +145,16 @@ def test_qwen3_5_has_what_reads_images() -> None:
     )
     assert shape.weight_bytes == text.weight_bytes + 2 * shape.vision_parameters
     assert text.vision_parameters == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field"),
+    [("Qwen3ForCausalLM", "intermediate_size"), ("Qwen3_5ForCausalLM", "linear_key_head_dim")],
+)
+def test_infinite_sizes_are_refused(architecture: str, field: str) -> None:
+    config = {**QWEN3_5, "architectures": [architecture], field: math.inf}
+    with pytest.raises(UnsupportedModelError, match=r"garbles a field.*infinity"):
+        shape_of_config(config, name="m", dtype="bfloat16")
 
 
 def test_other_layers_attend_where_the_model_is() -> None:
