@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -144,6 +145,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     """
     path = model_dir / "config.json"
     try:
+        _check_regular(path)
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModelError(
@@ -153,6 +155,12 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UnsupportedModelError(f"model={model_dir}: config.json is not an object")
     return _with_decoder(config, model_dir)
+
+
+def _check_regular(path: Path) -> None:
+    """Raise `OSError` where reading may wait, or go on, for ever: a FIFO or a device."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")
 
 
 def _with_decoder(config: dict[str, Any], model_dir: Path) -> dict[str, Any]:
@@ -236,6 +244,7 @@ def model_hash(model_dir: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in [model_dir / "config.json", *sorted(model_dir.glob("*.safetensors"))]:
         try:
+            _check_regular(path)
             size = path.stat().st_size
             digest.update(f"{path.name}:{size};".encode())
             with path.open("rb") as file:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,17 @@ def test_models_of_linear_attention_alone_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=match):
         read_model_spec(_write(tmp_path, **NEXT, **changes), dtype="float32")
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """Reading a FIFO would wait for ever."""
+    os.mkfifo(_write(tmp_path) / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"model\.safetensors.*\(not a regular file\)"):
+        read_model_spec(tmp_path, dtype="float32")
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UnsupportedModelError, match=r"config\.json \(.*not a regular file\)"):
+        read_config(tmp_path)
 
 
 NESTED = {
