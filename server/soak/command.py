@@ -109,7 +109,7 @@ def soak(request: SoakRequest) -> None:
     if (model is None) == (url is None):
         raise SettingsError("give either a MODEL to start a server with, or --url of one that runs")
     actions = request.actions
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     target: contextlib.AbstractContextManager[Target]
     if url is not None:
         points = [name for name in actions if name in ("delay", "drop")]

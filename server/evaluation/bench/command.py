@@ -219,10 +219,10 @@ def _finish(
     for row in report.rows:
         spread = f" ({row.p10:.4g} to {row.p90:.4g})" if row.p10 is not None and row.p90 else ""
         text = f"{row.figure}: {row.value:.4g} {row.unit}{spread}"
-        console.print(text, soft_wrap=True, markup=False)
+        console.print(text, soft_wrap=True)
     for failure in report.failures:
         text = f"{failure.figure}: missing, {failure.reason}"
-        console.print(text, soft_wrap=True, style="red", markup=False)
+        console.print(text, soft_wrap=True, style="red")
     typer.echo(str(path))
     if report.failures or not report.rows:
         raise typer.Exit(1)
@@ -239,7 +239,7 @@ def _write(
 
 
 def _console() -> Console:
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False)
 
 
 @contextlib.contextmanager

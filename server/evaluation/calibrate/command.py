@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tandemkv.cache_rank.calibration.format import (
@@ -150,7 +151,7 @@ def calibrate(request: Request) -> None:
     from tandemkv.server.plan.devices import resolve_device
 
     console = Console(stderr=True, highlight=False)
-    with console.status(f"looking for {request.model} ...") as shown:
+    with console.status(escape(f"looking for {request.model} ...")) as shown:
         model_dir = resolve_model(request.model, shown.update)
     device = resolve_device(request.device)
     if request.dtype == "auto":  # all scores of long texts, in float32, fill a GPU
@@ -158,7 +159,7 @@ def calibrate(request: Request) -> None:
     with torch.device(device):
         try:
             for path, summary in _calibrate(model_dir, request, console):
-                console.print(f"[green]ok[/]  {path}: {summary}", soft_wrap=True)
+                console.print(f"[green]ok[/]  {escape(f'{path}: {summary}')}", soft_wrap=True)
         except torch.OutOfMemoryError as error:
             smaller = "" if request.dtype == "bfloat16" else "--dtype bfloat16, "
             raise CalibrationError(
@@ -319,7 +320,7 @@ def _shown(
     texts: Sequence[list[int]], model_dir: Path, console: Console
 ) -> Iterator[Sequence[int]]:
     """Yield the texts, with a bar that says how many have been read."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         yield from progress.track(texts, description=f"reading with {model_dir.name}")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.request_options import takes
@@ -54,7 +55,9 @@ def quality(request: Request) -> None:
     from .servers import MeasurementError
 
     with console.status("preparing ...") as shown:
-        campaign = prepare(request, lambda text: shown.update(f"preparing ... [dim]{text}[/]"))
+        campaign = prepare(
+            request, lambda text: shown.update(f"preparing ... [dim]{escape(text)}[/]")
+        )
     write_campaign(request.folder, describe(campaign))
     longest = campaign.prompts.longest
     told = dense_note(campaign.choice, longest, request.concurrency) if request.as_served else None

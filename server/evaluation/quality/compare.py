@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -162,10 +163,11 @@ def comparison_view(found: list[Comparison], one: Path, other: Path) -> Renderab
     for item in found:
         title = item.names[0] if item.names[0] == item.names[1] else " -> ".join(item.names)
         columns = ("task", "A", "B", "B - A (95 % interval)", "")
-        table = Table(*columns, title=title, title_justify="left")
+        table = Table(*columns, title=escape(title), title_justify="left")
         for row in item.tasks:
             digits, unit = (2, f" {row.unit}") if row.unit else (3, "")
-            table.add_row(row.task, row.one, row.other, row.gap.signed(digits, unit), row.verdict)
+            gap = row.gap.signed(digits, unit)
+            table.add_row(escape(row.task), row.one, row.other, gap, row.verdict)
         parts.append(table)
         changed = ", ".join(f"{n} {a} -> {b}" for n, (a, b) in item.settings.items())
         parts.append(Text(f"settings that differ: {changed or 'none known'}"))

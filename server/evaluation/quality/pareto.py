@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -101,10 +102,10 @@ def pareto_view(found: Sequence[Pareto]) -> RenderableType:
     for item in found:
         columns = ("nothing beats", "ms a step", f"loss, {item.unit}")
         title = f"{item.title}; steps of {item.step}"
-        table = Table(*columns, title=title, title_justify="left")
+        table = Table(*columns, title=escape(title), title_justify="left")
         for point in item.points:
             if point.is_best:
-                table.add_row(point.label, f"{point.step_ms:.2f}", point.loss.signed())
+                table.add_row(escape(point.label), f"{point.step_ms:.2f}", point.loss.signed())
         tables.append(table)
     return Group(*tables)
 

@@ -63,9 +63,13 @@ def test_differences_are_paired_and_told_with_the_settings(tmp_path: Path) -> No
     assert perplexity.verdict == "B is better"
     assert found.settings == {"fetch_cap": (64, 128)}
     console = Console(file=io.StringIO(), width=120)
+    task = found.tasks[0]._replace(task="needle [/x]")
+    found = found._replace(names=("as [fp8]", "as [fp8]"), tasks=[task, *found.tasks[1:]])
     console.print(comparison_view([found], tmp_path / "a.json", tmp_path / "b"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "-0.500 (-0.6" in text
+    assert "as [fp8]" in text
+    assert "needle [/x]" in text
     assert "-1.00 % (" in text
     assert "settings that differ: fetch_cap 64 -> 128" in text
 

@@ -73,8 +73,10 @@ def test_rows_are_joined_by_setting_and_the_front_is_marked(tmp_path: Path) -> N
 
 def test_the_front_is_shown_fastest_first(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
-    console.print(pareto_view(pareto(quality_file(tmp_path), decode_file(tmp_path))))
+    needle, perplexity = pareto(quality_file(tmp_path), decode_file(tmp_path))
+    console.print(pareto_view([needle._replace(title="needles [fp8]"), perplexity]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "needles [fp8]; steps of 8x32k" in text
     shown = text[text.index("perplexity") :]
     assert shown.index("K 512, c 1, cap 32") < shown.index("K 2048, c 2, cap 128")
     assert "+0.50 (+0.00 to +1.00)" in shown

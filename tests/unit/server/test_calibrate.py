@@ -269,11 +269,12 @@ def test_importance_is_of_the_stream_that_attention_left(
 def test_a_whole_run_writes_a_file_that_serves(
     tiny_model: Path, tmp_path: Path, policy: str
 ) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "out [fp8].json"
     arguments = ["calibrate", str(tiny_model), "--policy", policy, "--out", str(out)]
     sizes = ["--texts", "2", "--tokens", "40", "--top-k", "4", "--num-anchors", "2"]
     result = CliRunner().invoke(app, [*arguments, *sizes])
     assert result.exit_code == 0, result.output
+    assert f"ok  {out}: " in result.output
     found = read_calibration(out)
     assert found.source == "measured"
     assert found.corpus is not None

@@ -88,6 +88,17 @@ def test_keys_of_a_running_server_are_refused_with_a_model(tmp_path: Path, name:
     assert "keys of the server at --url" in " ".join(result.output.split())
 
 
+def test_a_model_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets in its path are no markup."""
+
+    def started(*_: object, **__: object) -> None:
+        raise SettingsError("not here")
+
+    monkeypatch.setattr(target_module, "started_target", started)
+    result = CliRunner().invoke(app, ["soak", "a [fp8] of [/x]"])
+    assert "starting a server: tandemkv serve a [fp8] of [/x]\n" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
     [

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,15 @@ def test_a_report_is_written_where_the_command_was_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(provenance, "visible_gpu", lambda: Gpu("a GPU", 1, 1 << 30, "1.0"))
     monkeypatch.setattr(constants, "timings_here", lambda: None)
-    monkeypatch.setattr(kernels, "kernel_rows", lambda *_: ([Row("x", 1.0, "us")], []))
+
+    def kernel_rows(_: object, progress: Callable[[str], None]) -> tuple[list[Row], list[object]]:
+        progress("in [fp8] of [/x]")  # brackets are no markup
+        return [Row("x", 1.0, "us")], []
+
+    monkeypatch.setattr(kernels, "kernel_rows", kernel_rows)
     result = CliRunner().invoke(app, ["bench", "kernels"])
     assert (result.exit_code, result.stdout) == (0, "kernels.json\n"), result.output
+    assert "in [fp8] of [/x]\n" in result.stderr
     assert [path.name for path in tmp_path.rglob("*.json")] == ["kernels.json"]
 
 
