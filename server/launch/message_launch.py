@@ -71,12 +71,15 @@ _CHILDREN_EXIT_S = 15.0
 
 
 def with_own_link(settings: ServeSettings, run_dir: RunDir) -> ServeSettings:
-    """Return settings with keys, and an address of each cache rank, for both ends on this host."""
+    """Return settings with keys, and an address of each cache rank, for both ends on this host.
+
+    No address has `settings.port`, which SGLang binds later.
+    """
     keys = run_dir.path / _KEYS_FOLDER
     make_keys(keys)
     count, ports = settings.rank_settings.placement.num_cache_ranks, set[int]()
     while len(ports) < count:
-        ports.add(choose_port(_LOOPBACK, 0))
+        ports |= {choose_port(_LOOPBACK, 0)} - {settings.port}
     addresses = ",".join(str(LinkAddress(_LOOPBACK, port)) for port in sorted(ports))
     return settings.model_copy(update={"cache_rank_address": addresses, "link_keys": keys})
 

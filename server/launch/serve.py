@@ -149,7 +149,8 @@ def make_plan(
     launch: ResolvedLaunch, run_dir: RunDir, split: SplitLaunch | None = None
 ) -> LaunchPlan:
     """Return what is to be started here, and write the settings that the cache rank reads."""
-    settings, device = launch.settings, launch.device
+    settings = launch.settings.model_copy(update={"port": launch.port})
+    device = launch.device
     is_far_here = launch.placement.has_far_host and settings.cache_rank_address is None
     if is_far_here:
         settings = with_own_link(settings, run_dir)
@@ -158,7 +159,6 @@ def make_plan(
             "model": str(launch.model_dir),
             "dtype": launch.spec.dtype,
             "device": device,
-            "port": launch.port,
             "run_dir": run_dir.path,
             "sglang_args": (),  # may hold a key
         }

@@ -27,6 +27,7 @@ from tandemkv.server.launch.cache_rank_launch import clean_run_dir
 from tandemkv.server.launch.launcher import LaunchPlan
 from tandemkv.server.launch.message_launch import message_launches, with_own_link
 from tandemkv.server.launch.run_dir_lock import lock_run_dir
+from tandemkv.server.launch.serve import make_plan
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 _ADDRESS = "tcp://127.0.0.1:7400"
@@ -243,6 +244,22 @@ def test_both_ends_here_have_keys_and_addresses_of_their_own(tmp_path: Path) -> 
     assert [x.spec for x in message_launches(settings, run_dir, is_far_here=False)] == specs[2:]
     run_dir.clear()
     assert not list((tmp_path / "run").iterdir()), "nothing is left"
+
+
+def test_the_port_of_the_server_is_not_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang binds it later, so that it is free when the link's are drawn."""
+    model_dir = write_model(tmp_path / "model")
+    settings = _settings(model=str(model_dir), device="cpu", port=0, transport="message")
+    launch = resolve_launch(settings, lambda _: None)
+    drawn = iter((launch.port, 7400))
+    monkeypatch.setattr(message_launch, "choose_port", lambda *_: next(drawn))
+    run_dir = RunDir.create(tmp_path / "run")
+    plan = make_plan(launch, run_dir)
+    assert plan.cache_ranks[0].spec is not None
+    assert "tcp://127.0.0.1:7400" in plan.cache_ranks[0].spec.argv
+    run_dir.clear()
 
 
 def _on_gpus(run_dir: RunDir, tp_size: int, count: int) -> ServeSettings:
