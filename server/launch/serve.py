@@ -263,14 +263,13 @@ def sglang_pulse(run_dir: RunDir, url: str) -> Pulse:
 def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     """Return what is shown once the server, or a host that serves no requests, is ready.
 
-    It is rich markup.
+    It is rich markup. Where the cache rank works is told as it is decided, when a start begins.
     """
-    placement = escape(settings.rank_settings.placement.describe())
     logs = escape(f"logs in {run_dir}")
     if settings.node_rank:
         return (
             f"\n[bold green]ready[/]: node {settings.node_rank} of {settings.nnodes}; node 0 "
-            f"serves requests  ({logs})\n{placement}\n\nCtrl-C stops all nodes."
+            f"serves requests  ({logs})\n\nCtrl-C stops all nodes."
         )
     body = {
         "model": served_name(settings),
@@ -286,7 +285,6 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
         key = escape(f'    -H "Authorization: Bearer $(cat {file})" \\\n')
     return (
         f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, {logs})\n"
-        f"{placement}\n"
         f"policy [bold]{escape(selection.policy)}[/], K = {selection.budget_tokens} tokens and "
         f"{selection.num_samples} samples per KV head, exact layers {exact}, cache for "
         f"{settings.cache.capacity_tokens} tokens\n\n"

@@ -6,6 +6,7 @@ import json
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -40,9 +41,11 @@ def model_dir(tmp_path: Path) -> Path:
     return write_model(tmp_path / "tiny")
 
 
-def resolve(model_dir: Path, **values: object) -> ResolvedLaunch:
+def resolve(
+    model_dir: Path, progress: Callable[[str], None] = lambda _: None, **values: object
+) -> ResolvedLaunch:
     values = {"port": 0, "device": "cpu", **values}
-    return resolve_launch(ServeSettings(model=str(model_dir), **values), lambda _: None)
+    return resolve_launch(ServeSettings(model=str(model_dir), **values), progress)
 
 
 def test_resolves_every_auto(model_dir: Path) -> None:
@@ -371,7 +374,9 @@ def test_the_plan_of_a_cpu_launch(
 ) -> None:
     monkeypatch.setenv("TANDEMKV_SERVE_PORT", "1")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    launch = resolve(model_dir, cache={"capacity_tokens": 4096}, sglang_args=("--log-level", "x"))
+    said: list[str] = []
+    given = {"cache": {"capacity_tokens": 4096}, "sglang_args": ("--log-level", "x")}
+    launch = resolve(model_dir, said.append, **given)
     run_dir = RunDir.create(tmp_path / "run")
     plan = make_plan(launch, run_dir)
     line = " ".join(plan.sglang.argv)
@@ -402,7 +407,8 @@ def test_the_plan_of_a_cpu_launch(
     read_back = load_settings({}, {}, config)
     assert read_back.rank_settings == launch.settings.rank_settings
     assert placed_alone(read_back, "cpu").rank_settings.placement == launch.placement
-    assert launch.placement.describe() in plan.banner
+    shown = "\n".join([*said, plan.banner])
+    assert shown.count(launch.placement.describe()) == 1
     assert cache_rank.detail() is not None
     plan.clean_up(True)
     assert not config.exists()
