@@ -101,6 +101,7 @@ def resolve_cache_rank(
     dtype = resolve_dtype(settings.dtype, device, model_dir)
     spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
     check_kv_dtype(find_policy(settings.selection.policy), settings.selection.policy, dtype)
+    check_capacity(settings)
     check_index_channels(settings.selection, spec)
     return resolve_alone(settings, spec, model_dir, device=device), model_dir
 
@@ -199,7 +200,8 @@ def check_channels(selection: SelectionSettings, spec: ModelSpec) -> None:
 def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:
     """Refuse settings that the model contradicts.
 
-    Raises `SettingsError` if a layer does not exist or the context is longer than the model's.
+    Raises `SettingsError` if a layer does not exist, or the context is longer than the model's, or
+    than what the cache holds.
     """
     beyond = [layer for layer in settings.selection.exact_layer_ids if layer >= spec.num_layers]
     if beyond:
@@ -221,6 +223,17 @@ def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, obje
             f"max_context={settings.max_context} is longer than the {limit} tokens that "
             f"{settings.model} was trained for (max_position_embeddings in its config.json); lower "
             f"--max-context, or {how_to_extend(config, settings.max_context)}"
+        )
+    check_capacity(settings)  # a larger cache would not help beyond the model's limit
+
+
+def check_capacity(settings: ServeSettings) -> None:
+    """Refuse a cache that cannot hold the longest request that is taken, with `SettingsError`."""
+    capacity, longest = settings.cache.capacity_tokens, settings.max_context
+    if longest is not None and capacity < longest:
+        raise SettingsError(
+            f"cache.capacity_tokens={capacity} cannot hold one request of max_context={longest}; "
+            "raise --cache-tokens or lower --max-context"
         )
 
 

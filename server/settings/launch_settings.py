@@ -288,11 +288,6 @@ class ServeSettings(FrozenModel):
                 f"standby needs transport=shared, and transport={self.wished_link}; leave "
                 "--standby out, or use --transport shared"
             )
-        if self.max_context is not None and self.cache.capacity_tokens < self.max_context:
-            raise ValueError(
-                f"cache.capacity_tokens={self.cache.capacity_tokens} cannot hold one request of "
-                f"max_context={self.max_context}; raise --cache-tokens or lower --max-context"
-            )
         return self
 
     def _check_message(self) -> None:

@@ -19,7 +19,7 @@ from tandemkv.cache_rank.policies.registry import read_by, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSettings
-from tandemkv.server.checks.preflight import resolve_dtype, resolve_model
+from tandemkv.server.checks.preflight import check_capacity, resolve_dtype, resolve_model
 from tandemkv.server.evaluation.corpus import built_in_corpus, read_corpus
 from tandemkv.server.evaluation.provenance import installed_versions, own_command
 from tandemkv.server.evaluation.tokenizing import Tokenizer, load_tokenizer
@@ -172,6 +172,8 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     if request.as_served:
         check_prompts_fit(served, prompts.longest)
     base = _with_capacity(request, flags, base, prompts)
+    for settings in (base, served):
+        check_capacity(settings)
     for name, found in prompts.samples.items():
         write_samples(request.folder / "samples" / f"{name}.jsonl", found)
     campaign = Campaign(

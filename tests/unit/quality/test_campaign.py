@@ -193,6 +193,8 @@ def test_as_served_takes_what_serve_would_take(
     assert found.digest_of(served, "niah_single") != changed.digest_of(other, "niah_single")
     with pytest.raises(SettingsError, match=r"add --set cache\.capacity_tokens="):
         prepared("cpu", "cache.capacity_tokens=512", policy=None, bare=True, as_served=True)
+    with pytest.raises(SettingsError, match="cannot hold one request of max_context=2000;"):
+        prepared("cpu", "cache.capacity_tokens=1500", "max_context=2000")
 
 
 def test_settings_name_anchors_and_files_without_their_folders() -> None:

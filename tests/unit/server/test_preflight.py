@@ -93,6 +93,18 @@ def test_refuses_layers_and_contexts_that_the_model_lacks(model_dir: Path) -> No
         resolve(model_dir, selection={"exact_layers": (0, 4)})
     with pytest.raises(SettingsError, match="longer than the 2048 tokens"):
         resolve(model_dir, max_context=4096)
+    with pytest.raises(SettingsError, match="longer than the 2048 tokens"):
+        resolve(model_dir, max_context=70000)  # and than the cache, which is not to be made larger
+
+
+def test_the_cache_holds_the_longest_request(model_dir: Path) -> None:
+    given = {"max_context": 2048, "cache": {"capacity_tokens": 1024}}
+    refusal = r"capacity_tokens=1024 .* of max_context=2048; raise --cache-tokens or lower --max-"
+    with pytest.raises(SettingsError, match=refusal):
+        resolve(model_dir, **given)
+    settings = ServeSettings(model=str(model_dir), **given)
+    with pytest.raises(SettingsError, match=refusal):
+        preflight.resolve_cache_rank(settings, "cpu", lambda _: None)
 
 
 def test_refuses_a_capacity_beyond_memory_with_the_numbers(

@@ -201,7 +201,6 @@ _OTHER_LINKS = ["transport=peer", "'shared', 'message' or 'local'"]
         ("", {}, {"cache_ranks": "-1"}, ["cache_ranks=-1", "--cache"]),
         ("", {}, {"host": "0.0.0.0"}, ["host=0.0.0.0", "--allow-remote", "--host"]),
         ("cache: {capacity_tokens: 64z}", {}, {}, ["'64z' is no number of tokens", "serve.yaml"]),
-        ("", {}, {"max_context": "70000"}, ["capacity_tokens=65536", "max_context=70000"]),
         ("device: tpu", {}, {}, ["device=tpu", "serve.yaml", "'cuda'"]),
         (
             "",
