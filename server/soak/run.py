@@ -31,6 +31,8 @@ _PROBE_EVERY_S = 2.0
 _QUIET_TIMEOUT_S = 150.0
 _UNREACHABLE_PAUSE_S = 1.0
 _MOST_QUIET = 6
+_LAG_S = 1.0
+"""SGLang's gauges lag behind an idle server."""
 _UNANSWERED = OSError, http.client.HTTPException
 """What `Client.ask` raises, also for an answer that is cut."""
 _METRICS = re.compile(r"^sglang:(num_used_tokens)\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -99,6 +101,15 @@ def dense_rule(status: dict[str, Any]) -> Callable[[int], bool]:
     longest = float(rank.get("values", {}).get("plan_dense_tokens", 0.0))
     is_exact = rank.get("info", {}).get("policy") == "exact"
     return lambda tokens: is_exact or tokens <= longest
+
+
+def has_met(status: dict[str, Any]) -> bool:
+    """Return whether each cache rank here is in an epoch: between two it has fewer descriptors.
+
+    Requests may wait for that meanwhile, so that the server is ready all the same.
+    """
+    is_up = status["inference_rank"]["values"].get("cache_rank_up", 1.0)
+    return bool(is_up) and all(rank.get("epoch") for rank in status["cache_ranks"])
 
 
 def held_by_requests(is_flushed: bool) -> tuple[str, ...]:
@@ -180,12 +191,14 @@ class _Run:
             time.sleep(0.1)
         is_flushed = self._flush(deadline)
         books: dict[str, float] = {}
-        while time.monotonic() < deadline:  # SGLang's gauges lag behind an idle server
+        while time.monotonic() < deadline:
             with contextlib.suppress(*_UNANSWERED, ValueError, StatusUnavailableError, KeyError):
-                books = self._books()
-                if not any(books.get(name) for name in held_by_requests(is_flushed)):
+                status = fetch_status(self._target.url)
+                books = self._books(status)
+                is_idle = not any(books.get(name) for name in held_by_requests(is_flushed))
+                if is_idle and has_met(status):
                     break
-            time.sleep(1.0)
+            time.sleep(_LAG_S)
         processes = self._target.processes
         held = None if processes is None else processes.held()
         if held is not None:
@@ -201,9 +214,9 @@ class _Run:
             time.sleep(0.5)
         return False
 
-    def _books(self) -> dict[str, float]:
+    def _books(self, status: dict[str, Any]) -> dict[str, float]:
         """Return what requests hold, by the inference rank's own count and by SGLang's."""
-        values = fetch_status(self._target.url)["inference_rank"]["values"]
+        values = status["inference_rank"]["values"]
         names = ("request_rows", "slots_used", "mapped_bytes")
         found = {name: float(values[name]) for name in names if name in values}
         code, text = self._target.client.ask("GET", "/v1/loads", is_admin=True)

@@ -439,9 +439,24 @@ def test_a_process_that_ends_while_it_is_looked_at_is_left_out(
     assert ServerProcesses(os.getpid(), None).held().shared_memory == ()
 
 
-def test_an_answer_that_is_cut_does_not_end_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet_point(status: Any, client: Any, processes: Any) -> QuietPoint:
+    found = findings([], last=held())
+    found.quiet.clear()
+    found.watch.is_ready = True
+    server: Any = SimpleNamespace(
+        url="http://x", client=client, processes=processes, segments=set()
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "fetch_status", status)
+        patch.setattr(run_module, "_LAG_S", 0.01)
+        run_module._Run(server, load(), found, print)._quiet()
+    (point,) = found.quiet
+    return point
+
+
+def test_an_answer_that_is_cut_does_not_end_the_soak() -> None:
     def status(url: str) -> dict[str, Any]:
-        return {"inference_rank": {"values": {"request_rows": 0.0}}}
+        return {"inference_rank": {"values": {"request_rows": 0.0}}, "cache_ranks": []}
 
     class Cut:
         """Cuts the first answer to each question."""
@@ -455,13 +470,30 @@ def test_an_answer_that_is_cut_does_not_end_the_soak(monkeypatch: pytest.MonkeyP
                 raise http.client.IncompleteRead(b"{", 9)
             return 200, b'{"loads": [{"num_used_tokens": 0}]}'
 
-    found, client = findings([], last=held()), Cut()
-    found.quiet.clear()
-    found.watch.is_ready = True
-    monkeypatch.setattr(run_module, "fetch_status", status)
-    server: Any = SimpleNamespace(url="http://x", client=client, processes=None)
-    run_module._Run(server, load(), found, print)._quiet()
+    client = Cut()
+    point = quiet_point(status, client, None)
     assert client.asked == ["/flush_cache"] * 2 + ["/v1/loads"] * 2
-    (point,) = found.quiet
     assert point.is_flushed
     assert point.books == {"request_rows": 0.0, "sglang_tokens": 0.0}
+
+
+def test_what_is_held_is_looked_at_when_the_cache_rank_has_met_its_engine() -> None:
+    """Between two epochs requests wait, the server is ready, and the rank has less open."""
+    told = [
+        (0.0, {"epoch": 0, "ready": True}),
+        (1.0, {"ready": False, "error": "it starts"}),
+        (1.0, {"epoch": 0, "ready": True}),  # the loss is not noticed yet
+        (1.0, {"epoch": 2, "ready": True}),
+    ]
+    asked: list[str] = []
+
+    def status(url: str) -> dict[str, Any]:
+        asked.append(url)
+        is_up, rank = told[len(asked) - 1]
+        values = {"request_rows": 0.0, "cache_rank_up": is_up}
+        return {"inference_rank": {"values": values}, "cache_ranks": [rank]}
+
+    loads = 200, b'{"loads": [{"num_used_tokens": 0}]}'
+    client = SimpleNamespace(ask=lambda *_, is_admin: loads)
+    processes = SimpleNamespace(held=lambda: held(fds=85 if len(asked) == len(told) else 37))
+    assert quiet_point(status, client, processes).held == held(fds=85)
