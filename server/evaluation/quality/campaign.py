@@ -298,7 +298,7 @@ def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[s
 def _lengths(request: Request, tasks: Sequence[Task], kept: Prompts | None) -> list[int]:
     """Return the lengths of the prompts; a task may have its own, and those `kept` have theirs."""
     if kept is not None:
-        return sorted({int(about["context_tokens"]) for about in kept.tasks.values()})
+        return sorted({about["context_tokens"] for about in kept.tasks.values()})
     return sorted({task.context_tokens or request.contexts[0] for task in tasks})
 
 

@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
+
+import msgspec
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.corpus import Corpus
@@ -18,13 +20,28 @@ from .samples import Sample, read_samples, samples_digest
 from .tasks.base import Task, TaskInputs
 
 
+class TaskDescription(TypedDict):
+    """What the report says of a task, and what configurations are made from."""
+
+    title: str
+    definition: str
+    source: str
+    measure: str
+    samples: int
+    samples_digest: str
+    context_tokens: int
+    forced_tokens: int
+    seed: int
+    prompt_style: str
+    longest_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """Samples by task, and what the report says of them."""
 
     samples: Mapping[str, Sequence[Sample]]
-    tasks: dict[str, dict[str, Any]]
-    """Of each task: title, definition, source, measure, number, digest and lengths."""
+    tasks: dict[str, TaskDescription]
     corpus: dict[str, Any]
     """``corpus`` and ``corpus_absent``: texts with hashes, built-in texts that are missing."""
 
@@ -64,8 +81,8 @@ class Prompts:
         """Read them from a folder with ``campaign.json`` and ``samples/``.
 
         `folder` is the ``--out`` of an earlier campaign, whose prompts must be tokens of the
-        `model` that is measured. Raises `SettingsError` if a file is missing, was changed, or is of
-        another model.
+        `model` that is measured. Raises `SettingsError` if a file is missing, incomplete, was
+        changed, or is of another model.
         """
         path = folder / "campaign.json"
         try:
@@ -82,8 +99,9 @@ class Prompts:
                 f"samples_from={folder}: the prompts there are tokens of {made_for}, not of "
                 f"{model}; leave --samples-from out"
             )
-        samples = {name: _kept_samples(folder, name, described) for name in tasks}
-        return cls(samples, {name: described[name] for name in tasks}, corpus)
+        about = {name: _kept_description(folder, name, described) for name in tasks}
+        samples = {name: _kept_samples(folder, name, about[name]) for name in tasks}
+        return cls(samples, about, corpus)
 
     @property
     def longest(self) -> int:
@@ -96,7 +114,7 @@ class Prompts:
         return any(s.mode == "follow_up" for found in self.samples.values() for s in found)
 
 
-def describe_task(request: Request, task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
+def describe_task(request: Request, task: Task, samples: Sequence[Sample]) -> TaskDescription:
     """Return what the report says of a task whose samples were made for `request`."""
     return {
         "title": task.title,
@@ -113,14 +131,24 @@ def describe_task(request: Request, task: Task, samples: Sequence[Sample]) -> di
     }
 
 
-def _kept_samples(folder: Path, task: str, described: Mapping[str, Any]) -> list[Sample]:
+def _kept_description(folder: Path, task: str, described: Mapping[str, Any]) -> TaskDescription:
     if task not in described:
         raise SettingsError(
             f"samples_from={folder}: nothing of task={task} there, only "
             f"{', '.join(sorted(described))}"
         )
+    try:
+        return msgspec.convert(described[task], TaskDescription)
+    except msgspec.ValidationError as error:
+        raise SettingsError(
+            f"samples_from={folder}: campaign.json does not say all of task={task} ({error}); make "
+            "them anew with --samples-only"
+        ) from error
+
+
+def _kept_samples(folder: Path, task: str, about: TaskDescription) -> list[Sample]:
     samples = read_samples(folder / "samples" / f"{task}.jsonl")
-    if samples_digest(samples) != described[task].get("samples_digest"):
+    if samples_digest(samples) != about["samples_digest"]:
         raise SettingsError(
             f"samples_from={folder}: samples/{task}.jsonl was changed after campaign.json was "
             "written; make them anew with --samples-only"
