@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -54,6 +55,19 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     except (OSError, ValueError) as error:
         raise SettingsError(f"model={model_dir}: no tokenizer there ({error})") from error
     return found
+
+
+def end_tokens(model_dir: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end an answer: the tokenizer's, and all those of the model's two files.
+
+    A model may have several, of texts and of turns, of which its tokenizer knows one.
+    """
+    found: set[Any] = {getattr(tokenizer, "eos_token_id", None)}
+    for path in (model_dir / "config.json", model_dir / "generation_config.json"):
+        if path.is_file():
+            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [ids])
+    return frozenset(found - {None})
 
 
 class PromptBuilder:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ def measure(
     digest: str,
     samples: Sequence[Sample],
     tokenizer: Tokenizer,
+    ends: frozenset[int],
     concurrency: int,
     continuations: Mapping[str, list[int]],
     on_answer: Callable[[Sample], None],
@@ -38,16 +40,17 @@ def measure(
 ) -> TaskResult:
     """Return the answers to all samples, and what the counters say.
 
-    Nobody else may be using `server`. `continuations` are dense's by sample name, for the mode
-    ``continue`` of other servers. `on_answer` is called after each answer, from any thread. By
-    default all samples are `asked`. Raises `MeasurementError` if a request fails or the server did
-    not do what was asked.
+    Nobody else may be using `server`. `ends` are the tokens that end an answer: nothing behind one
+    is scored, for a server goes on where tokens are forced. `continuations` are dense's by sample
+    name, for the mode ``continue`` of other servers. `on_answer` is called after each answer, from
+    any thread. By default all samples are `asked`. Raises `MeasurementError` if a request fails or
+    the server did not do what was asked.
     """
     server.forget()
     before, started = server.counters(), time.monotonic()
 
     def one(sample: Sample) -> Answer:
-        answer = _ask(server, sample, tokenizer, continuations)
+        answer = _ask(server, sample, tokenizer, ends, continuations)
         on_answer(sample)
         return answer
 
@@ -102,12 +105,15 @@ def _ask(
     server: RunningServer,
     sample: Sample,
     tokenizer: Tokenizer,
+    ends: frozenset[int],
     continuations: Mapping[str, list[int]],
 ) -> Answer:
-    if sample.mode == "generate":
-        return _generate(server, sample, tokenizer)
-    if sample.mode == "follow_up":
-        return _follow_up(server, sample, tokenizer)
+    if sample.mode in ("generate", "follow_up"):
+        ids = (_generate if sample.mode == "generate" else _follow_up)(server, sample)
+        ids = list(itertools.takewhile(lambda token: token not in ends, ids))
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        score = SCORERS[sample.scorer](text, sample.answers)
+        return Answer(name=sample.name, text=text, score=score)
     if sample.mode == "continue":
         if server.is_stock:
             return _continue_freely(server, sample)
@@ -133,7 +139,7 @@ def _forcing(ids: Sequence[int], forced: Sequence[int], num_tokens: int) -> dict
     return _greedy(ids, num_tokens, ignore_eos=True, custom_params={"forced_token_ids": forced})
 
 
-def _generate(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> Answer:
+def _generate(server: RunningServer, sample: Sample) -> list[int]:
     forced: list[int] = []
     if sample.late_question and not server.is_stock:
         forced = sample.question_ids
@@ -143,10 +149,10 @@ def _generate(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> An
     ids = _output_ids(server.generate(body))
     if ids[: len(forced)] != forced:
         raise MeasurementError("the server did not force the question; it must allow evaluation")
-    return _scored(sample, ids[len(forced) :], tokenizer)
+    return ids[len(forced) :]
 
 
-def _follow_up(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> Answer:
+def _follow_up(server: RunningServer, sample: Sample) -> list[int]:
     """Send the context, then the question behind it, as a conversation's next turn does."""
     server.generate(_greedy(sample.context_ids, 1, ignore_eos=True))
     found = server.generate(_greedy(sample.prompt_ids, sample.num_new_tokens))
@@ -157,15 +163,7 @@ def _follow_up(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> A
             f"of the {len(sample.context_ids)} tokens of the turn before, the server had only "
             f"{cached} cached; lower --concurrency or raise its --cache-tokens"
         )
-    return _scored(sample, _output_ids(found), tokenizer)
-
-
-def _scored(sample: Sample, ids: list[int], tokenizer: Tokenizer) -> Answer:
-    eos = getattr(tokenizer, "eos_token_id", None)
-    if eos in ids:
-        ids = ids[: ids.index(eos)]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    return Answer(name=sample.name, text=text, score=SCORERS[sample.scorer](text, sample.answers))
+    return _output_ids(found)
 
 
 def _continue_freely(server: RunningServer, sample: Sample) -> Answer:

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.server.evaluation.tokenizing import end_tokens
 
 from .campaign import Campaign
 from .configurations import Configuration
@@ -234,6 +235,7 @@ class _Run:
             samples=campaign.prompts.samples[task.name],
             asked=campaign.asked(task.name),
             tokenizer=campaign.tokenizer,
+            ends=end_tokens(campaign.model_dir, campaign.tokenizer),
             concurrency=campaign.request.concurrency,
             continuations=dense,
             on_answer=lambda sample: self._advance([sample]),

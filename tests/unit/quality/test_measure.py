@@ -18,9 +18,7 @@ from tandemkv.server.evaluation.quality.servers import MeasurementError
 
 
 class Numbers:
-    """Token 5 is the text " 5"; token 0 ends."""
-
-    eos_token_id = 0
+    """Token 5 is the text " 5"."""
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         del skip_special_tokens
@@ -30,6 +28,7 @@ class Numbers:
 def ask(server: Any, samples: Sequence[Sample], **options: Any) -> TaskResult:
     given: dict[str, Any] = {
         "concurrency": 2,
+        "ends": frozenset({0}),
         "continuations": {},
         "on_answer": lambda sample: None,
     }

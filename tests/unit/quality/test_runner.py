@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,6 +244,24 @@ def test_dense_is_compared_with_where_it_succeeded(
     with pytest.raises(MeasurementError, match="1 of 3 configurations failed: sglang-dense-all"):
         run(campaign)
     assert read_result(campaign.runs / "tandemkv-look-ahead-200", "continuation") is not None
+
+
+def test_an_answer_ends_at_each_token_that_the_model_s_files_end_it_with(
+    campaign: Campaign, started: list[Any]
+) -> None:
+    def written() -> list[str]:
+        run(campaign)
+        found = read_result(campaign.runs / "tandemkv-streaming-200", "niah_single")
+        assert found is not None
+        return (found.answers[0].text or "").split()
+
+    whole = written()
+    shutil.rmtree(campaign.runs)
+    campaign.model_dir.mkdir()
+    for name, ends in (("config", int(whole[4])), ("generation_config", [7, int(whole[2])])):
+        text = json.dumps({"eos_token_id": ends})
+        (campaign.model_dir / f"{name}.json").write_text(text, encoding="utf-8")
+    assert written() == whole[:2]
 
 
 def test_a_server_that_is_gone_is_asked_no_more(
