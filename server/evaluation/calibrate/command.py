@@ -296,6 +296,9 @@ def choose_heads(model_dir: Path, request: Request, out: Path, console: Console)
     recorder = AttentionRecorder(model_dir, spec, dtype=request.dtype, pool=pool)
     for tokens in _shown(corpus.tokens, model_dir, console):
         measurement.add(recorder.read(tokens))
+    if isinstance(measurement, KascadeMeasurement):
+        for tokens in _shown(corpus.tokens, model_dir, console):
+            measurement.weigh(recorder.read(tokens))
     found = measurement.result(request.anchors if is_kascade else request.clusters)
     calibration = Calibration(
         version=FORMAT_VERSION,

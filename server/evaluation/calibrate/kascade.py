@@ -64,47 +64,53 @@ def choose_anchors(similarity: torch.Tensor, num_anchors: int) -> tuple[int, ...
 
 
 class KascadeMeasurement:
-    """Collects texts one by one, then chooses.
+    """Takes in texts one by one, all of them by `add` and then again by `weigh`, and chooses.
 
     The head maps come first: for each pair of layers the map that maximises the heads' similarity
     (minimum over tokens, mean over texts). The similarity of layers is then that of their mean
     distributions under the map, again the minimum over the tokens of a text, averaged over texts.
+    No map is known before the last text, and what all of them need of every token is gigabytes:
+    so each text is read twice.
     """
 
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
-        self._pairs: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._own: dict[int, list[torch.Tensor]] = {}
-        self._importance: list[torch.Tensor] = []
+        self._num_texts = 0
+        self._importance = torch.zeros(1, dtype=torch.float64)
+        self._by_head: dict[tuple[int, int], torch.Tensor] = {}
+        self._maps: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._worst: dict[tuple[int, int], torch.Tensor] = {}
 
     def add(self, seen: TextAttention) -> None:
-        """Take in one text."""
-        self._importance.append(torch.tensor(seen.importance, dtype=torch.float64))
+        """Take in one text for the head maps."""
+        self._num_texts += 1
+        self._importance = self._importance + torch.tensor(seen.importance, dtype=torch.float64)
         sets = [top_sets(layer, self._top_k) for layer in seen.weights]
         for b, reuse in enumerate(seen.weights):
+            own = reuse.gather(-1, sets[b]).sum(-1)[:, None].clamp(min=1e-30)
             for a in range(b + 1):
-                self._pairs.setdefault((a, b), []).append(recovered_mass(sets[a], reuse))
-            self._own.setdefault(b, []).append(reuse.gather(-1, sets[b]).sum(-1))
+                worst = (recovered_mass(sets[a], reuse) / own).amin(dim=-1).double()
+                self._by_head[a, b] = worst + self._by_head.get((a, b), 0.0)
+
+    def weigh(self, seen: TextAttention) -> None:
+        """Take in one text for the similarity of layers, once all were added."""
+        if not self._maps:
+            self._maps = {pair: head_map(total) for pair, total in self._by_head.items()}
+        sets = [top_sets(layer, self._top_k) for layer in seen.weights]
+        for b, reuse in enumerate(seen.weights):
+            own = reuse.gather(-1, sets[b]).sum(-1).sum(0)
+            for a in range(b + 1):
+                mapped = sets[a][list(self._maps[a, b])]
+                worst = (reuse.gather(-1, mapped).sum(-1).sum(0) / own).amin()
+                self._worst[a, b] = worst.double() + self._worst.get((a, b), 0.0)
 
     def result(self, num_anchors: int) -> KascadeCalibration:
         """Choose anchors and head maps."""
-        num_layers = len(self._own)
-        importance = torch.stack(self._importance).mean(dim=0)
+        importance = self._importance / self._num_texts
+        num_layers, maps = len(importance), self._maps
         similarity = torch.zeros(num_layers, num_layers, dtype=torch.float64)
-        maps: dict[tuple[int, int], tuple[int, ...]] = {}
-        for (a, b), numerators in self._pairs.items():
-            owns = self._own[b]
-            by_head = [
-                (n / own[:, None].clamp(min=1e-30)).amin(dim=-1)
-                for n, own in zip(numerators, owns, strict=True)
-            ]
-            chosen = maps[a, b] = head_map(torch.stack(by_head).mean(dim=0))
-            heads = torch.arange(len(chosen))
-            worst = [
-                (n[heads, list(chosen)].sum(0) / own.sum(0)).amin()
-                for n, own in zip(numerators, owns, strict=True)
-            ]
-            similarity[a, b] = torch.stack(worst).double().mean() * importance[b]
+        for (a, b), total in self._worst.items():
+            similarity[a, b] = total / self._num_texts * importance[b]
         anchors = choose_anchors(similarity, min(num_anchors, num_layers))
         sources = [max(a for a in anchors if a <= layer) for layer in range(num_layers)]
         return KascadeCalibration(

@@ -10,9 +10,14 @@ import torch
 from rich.console import Console
 from tiny_calibrated import make_tiny_model
 from tiny_models import write_model
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
-from tandemkv.cache_rank.calibration.format import CalibrationError, read_calibration
+from tandemkv.cache_rank.calibration.format import (
+    CalibrationError,
+    KascadeCalibration,
+    read_calibration,
+)
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -60,6 +65,15 @@ def test_many_heads_may_map_to_one() -> None:
     assert head_map(torch.tensor([[0.1, 0.9], [0.2, 0.3]])) == (1, 1)
 
 
+def measured(texts: list[TextAttention], top_k: int, num_anchors: int) -> KascadeCalibration:
+    measure = KascadeMeasurement(top_k)
+    for text in texts:
+        measure.add(text)
+    for text in texts:
+        measure.weigh(text)
+    return measure.result(num_anchors)
+
+
 def test_layers_are_weighed_by_their_worst_token_and_their_importance() -> None:
     """Two layers, one head, two tokens, k = 1, then two texts.
 
@@ -68,15 +82,50 @@ def test_layers_are_weighed_by_their_worst_token_and_their_importance() -> None:
     """
     first = torch.tensor([[[1.0, 0.0], [0.6, 0.4]]])
     second = torch.tensor([[[1.0, 0.0], [0.25, 0.75]]])
-    measure = KascadeMeasurement(top_k=1)
-    measure.add(TextAttention([first, second], [1.0, 0.5]))
-    assert measure.result(1).similarity == ((1.0, pytest.approx(0.5 / 3, abs=1e-6)), (0.0, 0.5))
+    texts = [TextAttention([first, second], [1.0, 0.5])]
+    assert measured(texts, 1, 1).similarity == ((1.0, pytest.approx(0.5 / 3, abs=1e-6)), (0.0, 0.5))
     # A second text in which the layers agree, with importance 3/2 in layer 1: means 2/3 and 1.
-    measure.add(TextAttention([first, first], [1.0, 1.5]))
-    found = measure.result(2)
+    texts.append(TextAttention([first, first], [1.0, 1.5]))
+    found = measured(texts, 1, 2)
     assert found.importance == (1.0, 1.0)
     assert found.similarity[0][1] == pytest.approx(2 / 3, abs=1e-6)
     assert found.anchors == (0, 1)
+
+
+def random_text(seed: int) -> TextAttention:
+    """Three layers of two heads, twelve tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = 3 * torch.randn(3, 2, 12, 12, generator=generator, dtype=torch.float64)
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    return TextAttention([*scores.masked_fill(hidden, -torch.inf).softmax(-1)], [1.0, 0.5, 0.25])
+
+
+def test_what_is_added_up_is_what_all_texts_together_give() -> None:
+    texts = [random_text(seed) for seed in range(4)]
+    found = measured(texts, 3, 2)
+    for a, b in itertools.combinations_with_replacement(range(3), 2):
+        masses = [recovered_mass(top_sets(x.weights[a], 3), x.weights[b]).double() for x in texts]
+        owns = [x.weights[b].topk(3).values.sum(-1) for x in texts]
+        ratios = [(mass / own[:, None]).amin(-1) for mass, own in zip(masses, owns, strict=True)]
+        heads = list(head_map(torch.stack(ratios).mean(0)))
+        worst = [
+            (mass[range(2), heads].sum(0) / own.sum(0)).amin()
+            for mass, own in zip(masses, owns, strict=True)
+        ]
+        want = float(torch.stack(worst).mean()) * found.importance[b]
+        assert found.similarity[a][b] == pytest.approx(want, abs=1e-6)
+        if a == max(anchor for anchor in found.anchors if anchor <= b):
+            assert list(found.head_maps[b]) == heads
+
+
+def test_a_text_that_was_added_leaves_sums_alone() -> None:
+    """Of 32 texts and 36 layers the masses of all tokens would be gigabytes."""
+    measure, sizes = KascadeMeasurement(top_k=3), set[int]()
+    for seed in range(3):
+        measure.add(random_text(seed))
+        kept = tree_leaves(vars(measure))
+        sizes.add(sum(each.numel() for each in kept if isinstance(each, torch.Tensor)))
+    assert len(sizes) == 1
 
 
 def score_of(anchors: tuple[int, ...], similarity: torch.Tensor) -> float:
