@@ -86,11 +86,12 @@ def bench_serving_argv(load: ServeLoad, tokenizer_dir: Path, result: Path) -> tu
 
 
 def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
-    """Return the rows of the last line of a result file, without its first request.
+    """Return the rows of the last line of a result file; times without its first request.
 
-    That one was a warm-up before, and has its prompt in the prefix cache. A request that has fewer
-    tokens than asked for is a failure: SGLang ends a stream with an error event, and bench_serving
-    takes no notice of it.
+    That one was a warm-up before, and has its prompt in the prefix cache. Its time is in that of
+    all, so that its tokens are too, as that row's note says. A request that has fewer tokens than
+    asked for is a failure: SGLang ends a stream with an error event, and bench_serving takes no
+    notice of it.
 
     TPOT of a request is (latency - TTFT) / (output tokens - 1), so that stalls count. ITL is of all
     gaps between tokens, of all requests: its median is that of steps beside which no prompt is
@@ -116,8 +117,10 @@ def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
         for name, values in series.items()
         if values
     ]
-    throughput = sum(each.tokens for each in answers if not each.reason) / duration
-    rows.append(Row(f"output_tokens_per_s_{label}", throughput, "tok/s", n=len(good), note=note))
+    counted = [each for each in answers if not each.reason]
+    throughput = sum(each.tokens for each in counted) / duration
+    note += "" if answers[0].reason else ", with the first request, which was a warm-up before"
+    rows.append(Row(f"output_tokens_per_s_{label}", throughput, "tok/s", n=len(counted), note=note))
     failures = [
         Failure(f"request_{index}_{label}", _short(each.reason))
         for index, each in enumerate(answers)

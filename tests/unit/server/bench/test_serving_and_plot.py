@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -28,7 +29,7 @@ from tandemkv.server.evaluation.bench.report import (
 from tandemkv.server.evaluation.bench.serving import ServeLoad, bench_serving_argv, serving_rows
 
 LOAD = ServeLoad(url="http://127.0.0.1:30000", tokenizer="t", concurrency=2, output_tokens=5)
-RESULT = {
+RESULT: dict[str, Any] = {
     "duration": 0.3,
     "output_lens": [5, 5, 5, 0, 3, 5],
     "ttfts": [0.001, 0.1, 0.3, 0.0, 0.2, 0.0],
@@ -53,7 +54,18 @@ def test_serving_rows_by_hand() -> None:
         ("request_4_serve_2x4096", "ended early, 3 tokens"),
         ("request_5_serve_2x4096", "ended early, 5 tokens"),
     ]
-    assert {row.note for row in rows} == {f"seed {LOAD.seed}"}
+    throughput = found.pop("output_tokens_per_s_serve_2x4096")
+    assert {row.note for row in found.values()} == {f"seed {LOAD.seed}"}
+    assert throughput.n == 3
+    told = f"seed {LOAD.seed}, with the first request, which was a warm-up before"
+    assert throughput.note == told
+
+
+def test_a_first_request_that_failed_is_in_no_row() -> None:
+    failed = {**RESULT, "errors": ["HTTP 503", *RESULT["errors"][1:]]}
+    throughput = serving_rows(LOAD, json.dumps(failed))[0][-1]
+    assert (throughput.value, throughput.n) == (pytest.approx(10 / 0.3), 2)
+    assert throughput.note == f"seed {LOAD.seed}"
 
 
 def test_answers_that_come_at_once_have_no_time_per_token() -> None:
