@@ -30,10 +30,10 @@ from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.policy_options import split_option
 from tandemkv.server.settings.sources import Sourced, load_settings, read_assignments
 
-from .configurations import Configuration, parse_budgets, plan
+from .configurations import Configuration, dense_of, parse_budgets, plan
 from .prompts import Prompts
 from .request import Request, names_in
-from .results import TaskResult
+from .results import TaskResult, read_result
 from .samples import Sample, digest, write_samples
 from .served import (
     AS_SERVED,
@@ -105,16 +105,29 @@ class Campaign:
     def digest_of(self, configuration: Configuration, task: str) -> str:
         """Return the digest under which a result counts."""
         about = self.prompts.tasks[task]
-        is_compared = about["measure"] == "agreement"
-        return self._digest(configuration, about["samples_digest"], is_compared=is_compared)
+        samples = about["samples_digest"]
+        dense = self._of_dense(samples) if about["measure"] == "agreement" else []
+        return self._digest(configuration, samples, dense)
 
     def is_of(self, configuration: Configuration, kept: TaskResult) -> bool:
-        """Whether the result of another campaign, on its own samples, is of these settings."""
-        is_compared = any(answer.agrees is not None for answer in kept.answers)
-        digest = self._digest(configuration, kept.samples_digest, is_compared=is_compared)
-        return kept.digest == digest
+        """Whether the result of another campaign, on its own samples, is of these settings.
 
-    def _digest(self, configuration: Configuration, samples: str, *, is_compared: bool) -> str:
+        What it is compared with is what dense is now, or the result of dense that is kept.
+        """
+        samples, dense = kept.samples_digest, list[str]()
+        if any(answer.agrees is not None for answer in kept.answers):
+            dense = self._of_dense(samples)
+            if not dense:
+                written = read_result(self.runs / dense_of(self.spec.num_layers).slug, kept.task)
+                dense = [] if written is None else [written.digest]
+        return kept.digest == self._digest(configuration, samples, dense)
+
+    def _of_dense(self, samples: str) -> list[str]:
+        return [self._digest(each, samples) for each in self.configurations if each.is_dense]
+
+    def _digest(
+        self, configuration: Configuration, samples: str, compared_with: Sequence[str] = ()
+    ) -> str:
         settings = self.settings_of(configuration).model_dump(mode="json")
         for local in _LOCAL:
             del settings[local]
@@ -133,10 +146,9 @@ class Campaign:
             more.append(list(dense_argv))
         if configuration.system != "sglang":
             more += _contents(self.settings_of(configuration), self.spec)
-        if is_compared and not configuration.is_dense:
-            # It is with what dense wrote, which is measured again where its own settings change.
-            dense = [each for each in self.configurations if each.is_dense]
-            more += [self._digest(each, samples, is_compared=True) for each in dense]
+        if not configuration.is_dense:
+            # With what dense wrote, which is measured again where its own settings change.
+            more += compared_with
         return digest(samples, configured, settings, self.spec.model_hash, *more)
 
     def applies(self, configuration: Configuration, task: Task) -> bool:

@@ -135,7 +135,7 @@ def plan(
     those that a policy never reads are for the others.
     Raises `SettingsError` if a policy is unknown, cannot run here, or a budget is too small for it.
     """
-    found = [_attends_to_all("sglang", DENSE, num_layers)] if with_dense else []
+    found = [dense_of(num_layers)] if with_dense else []
     for text in policies:
         if text == DENSE:
             continue
@@ -157,6 +157,11 @@ def plan(
     if twice:
         raise SettingsError(f"given twice: {', '.join(twice)}; give each policy and budget once")
     return found
+
+
+def dense_of(num_layers: int) -> Configuration:
+    """Return what others are compared with."""
+    return _attends_to_all("sglang", DENSE, num_layers)
 
 
 def _split(text: str) -> tuple[str, dict[str, str]]:

@@ -84,7 +84,11 @@ class Request:
     jobs: Annotated[int, option("Servers at once; two to three cores each on cpu.", min=1)] = 1
     concurrency: Annotated[int, option("Requests at once, a server.", min=1, max=256)] = 4
     no_dense: Annotated[
-        bool, option("Leave stock SGLang out; then there is nothing to compare with.", "--no-dense")
+        bool,
+        option(
+            "Leave stock SGLang out; what is compared is with its results in --out, if any.",
+            "--no-dense",
+        ),
     ] = False
     device: Annotated[Literal["auto", "cpu", "cuda"], option("As for serve.")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("As for serve.")] = (

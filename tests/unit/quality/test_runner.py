@@ -25,7 +25,7 @@ from tandemkv.server.evaluation.quality.configurations import parse_budgets, pla
 from tandemkv.server.evaluation.quality.prompts import Prompts, describe_task
 from tandemkv.server.evaluation.quality.report import write_campaign, write_report
 from tandemkv.server.evaluation.quality.request import Request
-from tandemkv.server.evaluation.quality.results import read_result, read_runs
+from tandemkv.server.evaluation.quality.results import read_result, read_runs, write_result
 from tandemkv.server.evaluation.quality.samples import Sample
 from tandemkv.server.evaluation.quality.servers import MeasurementError, NoAnswerError
 from tandemkv.server.evaluation.quality.tasks.base import TaskInputs
@@ -197,6 +197,29 @@ def test_a_row_has_no_results_of_other_settings_from_an_earlier_campaign(
     assert "perplexity  is of another setting, kept as perplexity.other" in text
     assert all(set(found) == {"niah_single"} for _, found in read_runs(campaign.runs))
     assert (campaign.runs / "tandemkv-streaming-200" / "continuation.other").is_file()
+
+
+def test_an_agreement_is_kept_beside_the_dense_result_that_is_kept(
+    campaign: Campaign, started: list[Any]
+) -> None:
+    run(campaign)
+    samples = {"niah_single": list(campaign.prompts.samples["niah_single"])}
+    next_one = dataclasses.replace(
+        campaign,
+        tasks=find_tasks(["niah_single"]),
+        prompts=prompts_of(campaign.request, samples),
+        configurations=[each for each in campaign.configurations if not each.is_dense],
+    )
+    run(next_one)
+    assert all(set(found) == set(TASKS) for _, found in read_runs(campaign.runs))
+    dense = campaign.runs / "sglang-dense-all"
+    written = read_result(dense, "continuation")
+    assert written is not None
+    write_result(dense, msgspec.structs.replace(written, digest="of other settings"))
+    assert "continuation.other" in run(next_one)
+    assert {c.is_dense: set(found) for c, found in read_runs(campaign.runs)} == {
+        True: set(TASKS), False: {"perplexity", "niah_single"},
+    }  # fmt: skip
 
 
 def test_nothing_is_measured_again_for_what_it_does_not_read(
