@@ -8,7 +8,8 @@ import hmac
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 import torch
@@ -189,7 +190,7 @@ class NearPump:
             self._control.send(peer, Refused(field="gpus", message=reason))
             return
         # It may have waited for long: who gave up must not end another's epoch.
-        if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+        if not self._is_there(peer):
             return
         caller: Caller | None = None
         try:
@@ -201,7 +202,8 @@ class NearPump:
             self._heartbeat.expect(reply.welcome.epoch)
             if not self._control.send(peer, reply.welcome):
                 raise CacheRankLostError("the inference rank has given up")
-            self._session = self._begin(caller, hello, reply.welcome)
+            is_there = partial(self._is_there, peer)
+            self._session = self._begin(caller, hello, reply.welcome, is_there)
         # A GPU that fails, or too large: another epoch may be sound.
         except (TandemKVError, RuntimeError, OSError, ValueError) as error:
             _LOG.warning("no epoch: %s", error)
@@ -214,13 +216,20 @@ class NearPump:
         self._caller, self._pulse = caller, Pulse(self._exchange)
         _LOG.info("epoch %d, with %s", self._session.epoch, self._address)
 
-    def _begin(self, caller: Caller, hello: Hello, welcome: Welcome) -> PumpSession:
+    def _is_there(self, peer: bytes) -> bool:
+        """Whether an inference rank still waits for its epoch, by a message that it ignores."""
+        return self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0))
+
+    def _begin(
+        self, caller: Caller, hello: Hello, welcome: Welcome, is_there: Callable[[], bool]
+    ) -> PumpSession:
         """Take the inference rank's memory, open the data plane, and start the threads."""
         connection, tensors = self._listener.accept(
             self._homes,
             token=self._run_dir.token,
             epoch=welcome.epoch,
             timeout_s=MEMORY_S,
+            is_there=is_there,
         )
         made = MappedTensors()
         plane: DataPlane | None = None

@@ -307,6 +307,19 @@ def test_who_is_refused_on_the_same_host_ends_no_epoch(
         assert played.num_lost == 0
 
 
+def test_who_was_welcomed_and_is_gone_is_waited_for_no_longer(tmp_path: Path) -> None:
+    """It was killed, or had no memory for the epoch; the next one is welcomed at once."""
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        guest, run_dir = played.pumps[0].far._guest, RunDir.open(tmp_path / "near")
+        assert guest is not None
+        hello = msgspec.structs.replace(guest.hello, token=run_dir.token)
+        _leave(played)
+        for _ in range(2):
+            with closing(ControlClient(run_dir)) as control:
+                open_epoch(control, hello, 10.0)
+        played.connection.open_connection(timeout_s=10).close()
+
+
 def test_an_epoch_that_is_met_twice_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
