@@ -14,7 +14,7 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
 from .control import ControlClient
-from .errors import HandshakeRefusedError, ProtocolError
+from .errors import HandshakeRefusedError, ProtocolError, TandemKVError
 from .messages import (
     MAX_TEXT,
     PROTOCOL_VERSION,
@@ -97,7 +97,8 @@ def refusal_for(error: BaseException) -> Refused:
     """Return what tells of `error` whoever asks for an epoch; a refusal is passed on as it came."""
     if isinstance(error, HandshakeRefusedError):
         return Refused(field=error.field, message=error.reason[:MAX_TEXT])
-    return Refused(field="cache_rank", message=str(error)[:MAX_TEXT])
+    text = str(error) if isinstance(error, TandemKVError) else f"{type(error).__name__}: {error}"
+    return Refused(field="cache_rank", message=text[:MAX_TEXT])
 
 
 def _refuse(field: str, theirs: object, ours: object) -> Refused:

@@ -190,10 +190,10 @@ class FarPump:
             hello = msgspec.structs.replace(knock.hello, token=self._run_dir.token, gpus=gpus)
             control = ControlClient(self._run_dir)
             welcome = open_epoch(control, hello, _TIMEOUT_S, self._hear)
-        except (TandemKVError, OSError) as error:  # we may lack descriptors
+        except Exception as error:  # whatever it is, another epoch may be sound
             if control is not None:
                 control.close()
-            _LOG.warning("refused: %s", error)
+            _LOG.warning("refused: %s", error, exc_info=True)
             self._door.send(peer, refusal_for(error))
             return
         self._close_epoch(REPLACED)  # not before: who is refused ends nothing
@@ -235,8 +235,8 @@ class FarPump:
             finally:
                 self._opening = None
             self._heartbeat.start(guest.welcome.epoch)
-        except (TandemKVError, RuntimeError, OSError, ValueError) as error:
-            # Too large as well: another epoch may be sound.
+        except Exception as error:
+            _LOG.warning("epoch %d does not open", guest.welcome.epoch, exc_info=True)
             self._close_epoch(refusal_for(error).message)
             return
         guest.patience.hear()

@@ -204,9 +204,8 @@ class NearPump:
                 raise CacheRankLostError("the inference rank has given up")
             is_there = partial(self._is_there, peer)
             self._session = self._begin(caller, hello, reply.welcome, is_there)
-        # A GPU that fails, or too large: another epoch may be sound.
-        except (TandemKVError, RuntimeError, OSError, ValueError) as error:
-            _LOG.warning("no epoch: %s", error)
+        except Exception as error:  # whatever it is, another epoch may be sound
+            _LOG.warning("no epoch: %s", error, exc_info=True)
             self._control.send(peer, refusal_for(error))
             if self._session is None:
                 self._heartbeat.forget()

@@ -21,7 +21,7 @@ from tandemkv.cache_rank.policies.base import Policy
 from tandemkv.cache_rank.protocol.control import ControlServer
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import reach
-from tandemkv.cache_rank.protocol.handshake import check_hello
+from tandemkv.cache_rank.protocol.handshake import check_hello, refusal_for
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import (
@@ -34,7 +34,6 @@ from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, kept_specs, part_books
 from tandemkv.cache_rank.protocol.message.opening import most_told, opening_s
 from tandemkv.cache_rank.protocol.messages import (
-    MAX_TEXT,
     TOTALS_OF_PROCESS,
     Goodbye,
     HeartbeatReply,
@@ -210,8 +209,7 @@ class SharedEngineService:
             epoch = self._run_dir.next_epoch()
         except Exception as error:  # who waits must know
             logger.exception("no epoch can be opened")
-            text = f"{type(error).__name__}: {error}"[:MAX_TEXT]
-            self._refuse(peer, Refused(field="cache_rank", message=text))
+            self._refuse(peer, refusal_for(error))
             return
         placement = self._settings.placement
         sizes = RegionSizes(

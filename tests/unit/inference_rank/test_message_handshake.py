@@ -404,6 +404,30 @@ def test_lanes_that_cannot_be_made_end_the_epoch_alone(
         played.connection.open_connection(timeout_s=30).close()
 
 
+def test_an_error_of_any_type_ends_the_opening_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked is told of it, at whichever of its messages it came."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("what")
+
+    with far_played(tmp_path, _SETTINGS) as (played, _):
+        _leave(played)
+        for place, name in (
+            (near_service, "Caller"),
+            (far_service, "open_epoch"),
+            (FarPump, "_have_memory"),
+            (NearPump, "_check_tensors"),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(place, name, fail)
+                with pytest.raises(HandshakeRefusedError, match="KeyError: 'what'"):
+                    played.connection.open_connection(timeout_s=15)
+            assert all(thread.is_alive() for _, thread in played.pumps[0]._running)
+        played.connection.open_connection(timeout_s=30).close()
+
+
 @pytest.mark.parametrize("is_pump", [False, True], ids=["engine", "pump"])
 def test_what_cannot_serve_leaves_nothing_open(tmp_path: Path, *, is_pump: bool) -> None:
     """Its third socket is another's; the others can be served behind it."""
