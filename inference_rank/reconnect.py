@@ -15,8 +15,8 @@ _RETRY_INTERVAL_S = 0.05
 _REFUSED_S = 1.0
 """Between two tries where the reason will hardly change."""
 _TIMEOUT_S = 10.0
-"""For Hello, Welcome and shared memory together; a Hello waits for a cache rank that starts.
-What has to be sent to another host has its own time on top (`SharedConnection`)."""
+"""For Hello and Welcome; a Hello waits for a cache rank that starts. An engine that is built has
+its own time (`SharedConnection.open_connection`)."""
 
 
 class Reconnecting:

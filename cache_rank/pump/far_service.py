@@ -256,7 +256,7 @@ class FarPump:
                 (self._kept, self._books, ours),
                 token=self._run_dir.token,
                 epoch=epoch,
-                timeout_s=_TIMEOUT_S,
+                timeout_s=max(_TIMEOUT_S, self._settings.exchange.transfer_timeout_s),
             )
         except BaseException:
             ours.close()

@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -97,7 +98,7 @@ class NearPump:
         self._run_dir, self._settings, self._exchange = run_dir, settings, settings.exchange
         self._homes = homes or Homes.on_host()
         self._address, self._keys, self._server = address, keys, server
-        self._rank = rank
+        self._rank, self._stop = rank, threading.Event()
         self._session: PumpSession | None = None
         self._caller: Caller | None = None
         self._pulse = Pulse(self._exchange)
@@ -118,6 +119,7 @@ class NearPump:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
+        self._stop = stop
         try:
             while not stop.is_set():
                 received = self._control.poll(_POLL_S)
@@ -237,7 +239,7 @@ class NearPump:
             # Beside a GPU each cache rank has weights of its own, of its heads alone.
             extra = weights_for(tensors, HeadShard() if self._homes.are_on_gpu else shard)
             plane, wires = self._meet(caller, welcome.epoch, tensors, extra)
-            memory = self._hand_over(caller, plane, extra)
+            memory = self._hand_over(caller, plane, extra, connection)
             made.allocate(STAMPS, (1,), torch.int64, "host").fill_(memory)
             send_tensors(connection, made)
         except BaseException as error:
@@ -318,9 +320,17 @@ class NearPump:
         )  # fmt: skip
 
     def _hand_over(
-        self, caller: Caller, plane: DataPlane, extra: Mapping[str, torch.Tensor]
-    ) -> int:
+        self, caller: Caller, plane: DataPlane, extra: Mapping[str, torch.Tensor],
+        connection: socket.socket,
+    ) -> int:  # fmt: skip
         """Send `extra` in pieces; returns the name of the memory at the other end."""
+
+        def look() -> None:
+            if self._stop.is_set():
+                raise CacheRankLostError("the pump stops")
+            if has_hung_up(connection):
+                raise CacheRankLostError("the inference rank is gone")
+
         out = Outbox(plane)
         for number, tensor in enumerate(extra.values()):
             content = tensor.reshape(-1).view(torch.uint8)
@@ -328,7 +338,8 @@ class NearPump:
                 out.put(Op.TENSOR, number, first, content[first : first + PIECE_BYTES])
         out.put(Op.END)
         out.flush()
-        opened = caller.receive(_TIMEOUT_S)
+        # The other host's engine is built meanwhile.
+        opened = caller.receive(_TIMEOUT_S + self._exchange.transfer_timeout_s, look)
         if isinstance(opened, Ended):
             raise HandshakeRefusedError("memory", opened.reason)
         if not isinstance(opened, Opened):

@@ -164,10 +164,12 @@ class SharedConnection:
         self._is_first = True
 
     def open_connection(self, *, timeout_s: float) -> OpenedEpoch:
-        """Meet the cache rank with new flags, ring and staging, within `timeout_s` in all.
+        """Meet the cache rank with new flags, ring and staging.
 
-        One on another host has `opening_s` of the memory besides: by its bytes, and not by how
-        often it was met.
+        It has `timeout_s` to welcome us, and then ``transfer_timeout_s``, if that is longer than
+        what is left, to build its engine: one that ends meanwhile is noticed at once. One on
+        another host has `opening_s` of the memory besides: by its bytes, and not by how often it
+        was met.
 
         The cache rank of the epoch before has ended then, or is ended: it maps the same memory.
         Changes nothing of this object, so that any thread may call it while no epoch is open.
@@ -216,7 +218,7 @@ class SharedConnection:
                 (*survivors, ours),
                 token=self._run_dir.token,
                 epoch=welcome.epoch,
-                timeout_s=max(0.1, deadline - time.monotonic()) + self._opening_s(),
+                timeout_s=max(deadline - time.monotonic(), self._built_s()),
             )
         except BaseException:
             control.close()
@@ -227,10 +229,12 @@ class SharedConnection:
             has_lost_memory=self._has_lost_memory(theirs),
         )  # fmt: skip
 
-    def _opening_s(self) -> float:
+    def _built_s(self) -> float:
+        """Return how long a cache rank that has our memory may take to have an engine on it."""
+        limit_s = self._settings.exchange.transfer_timeout_s
         if not self._settings.placement.has_far_host:
-            return 0.0
-        return opening_s((*self._kept.specs, *self.own.specs))
+            return limit_s
+        return limit_s + opening_s((*self._kept.specs, *self.own.specs))
 
     def _has_lost_memory(self, theirs: MappedTensors) -> bool:
         """Whether the other host, if there is one, names other memory than that of the K/V."""

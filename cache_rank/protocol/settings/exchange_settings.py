@@ -20,8 +20,8 @@ class ExchangeSettings(FrozenModel):
         default=60.0,
         gt=0,
         le=3600,
-        description="Longest time for the ranks to map each other's memory, and for the cache "
-        "rank to be busy with one step.",
+        description="Longest time for the ranks to map each other's memory, in which the cache "
+        "rank builds its engine, and for it to be busy with one step.",
     )
     heartbeat_interval_s: float = Field(
         default=1.0, gt=0, le=60, description="Seconds between two signs of life of each rank."

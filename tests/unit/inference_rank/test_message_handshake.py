@@ -7,7 +7,7 @@ import errno
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 from message_pumps import FarForward, Pumps, check_same, far_played
-from shared_forward import settings_of
+from shared_forward import Forward, settings_of
 from stream_forward import engine_of
 from tiny_model import write_model
 
@@ -49,6 +49,7 @@ from tandemkv.cache_rank.pump import far_service, near_service
 from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.cache_rank.pump.session import PumpSession
+from tandemkv.cache_rank.service import service
 from tandemkv.cache_rank.service.service import SharedEngineService
 from tandemkv.inference_rank.links import connection
 
@@ -58,7 +59,7 @@ _SETTINGS = settings_of(
 )
 
 
-def _leave(played: FarForward) -> None:
+def _leave(played: Forward) -> None:
     """End the epoch, so that another one can be opened."""
     played.connection.leave("a test")
     played.link.rewind()
@@ -124,6 +125,49 @@ def test_memory_that_takes_longer_than_the_handshake(
     assert len(taken) == 2
 
 
+@pytest.mark.parametrize("is_far", [False, True], ids=["same host", "other host"])
+def test_an_engine_that_takes_longer_than_the_handshake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_far: bool
+) -> None:
+    """Else it would never be met: who gives up makes it build another one, just as slowly."""
+    make, limit_s = service.SharedSession, 1.0
+
+    def make_slowly(**given: Any) -> Any:
+        time.sleep(2.5 * limit_s)
+        return make(**given)
+
+    settings = _SETTINGS if is_far else settings_of("last_query", {"two_gpus": False})
+    near, model_dir = RunDir.create(tmp_path / "near"), write_model(tmp_path / "model")
+    far = RunDir.create(tmp_path / "far") if is_far else near
+    make_keys(tmp_path / "keys")
+    with ExitStack() as running:
+        running.enter_context(engine_of(far, model_dir, settings, homes=Homes.on_host()))
+        if is_far:
+            pumps = running.enter_context(closing(Pumps(near, far, settings, tmp_path / "keys")))
+        played = (FarForward if is_far else Forward)(near, model_dir, settings)
+        running.callback(played.kept.close)
+        running.callback(played.connection.close)
+        _leave(played)
+        for pump in (near_service, far_service):
+            monkeypatch.setattr(pump, "_TIMEOUT_S", limit_s)
+        monkeypatch.setattr(service, "SharedSession", make_slowly)
+        played.connection.open_connection(timeout_s=limit_s).close()
+        if is_far:  # and it is waited for no longer than the pump runs
+            opening_it = threading.Thread(target=_open_in_vain, args=(played,))
+            opening_it.start()
+            time.sleep(limit_s)
+            stop, thread = pumps._running[1]
+            stop.set()
+            thread.join(limit_s)
+            assert not thread.is_alive()
+            opening_it.join()
+
+
+def _open_in_vain(played: Forward) -> None:
+    with pytest.raises((CacheRankLostError, HandshakeRefusedError)):
+        played.connection.open_connection(timeout_s=30)
+
+
 @pytest.mark.parametrize("place", [connection, near_service], ids=["memory", "lanes"])
 def test_an_inference_rank_may_take_long_to_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any
@@ -156,12 +200,8 @@ def _silent_near(played: FarForward) -> Iterator[threading.Event]:
         go_on.wait()
         raise CacheRankLostError("it was silent")
 
-    def open_in_vain() -> None:
-        with pytest.raises((CacheRankLostError, HandshakeRefusedError)):
-            played.connection.open_connection(timeout_s=30)
-
     _leave(played)
-    opening_it = threading.Thread(target=open_in_vain)
+    opening_it = threading.Thread(target=_open_in_vain, args=(played,))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(NearPump, "_hand_over", fall_silent)
         opening_it.start()
