@@ -37,11 +37,16 @@ _MADE = (
     *(f"{name}.lock" for name in _SOCKET_NAMES),
     *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml*", "keep-logs", FAULTS_FILE),
     "launcher.lock",
-    *("far", "own-keys"),  # of link message
+    *(f"own-keys/{end}.key*" for end in ("cache_rank", "inference_rank")),  # of link message
     *_OF_SGLANG,
-    *("tp[1-9]", "tp[1-9][0-9]"),  # of the engines but the first, see `RunDir.of_rank`
 )
 """What a launch makes, as patterns; logs apart, which are for reading."""
+_OF_ENGINES = ("tp[1-9]", "tp[1-9][0-9]", "far/[0-9]", "far/[0-9][0-9]")
+"""Run directories in it, of the engines but the first (`RunDir.of_rank`) and of link message."""
+_FOLDERS = (
+    *(f"far/[0-9]*/{name}*.log*" for name in ("cache_rank", "standby")),  # nobody is told of them
+    *(f"{name}/" for name in (*_OF_ENGINES, "far", "own-keys")),
+)
 
 
 class RunDir:
@@ -122,8 +127,17 @@ class RunDir:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """Patterns of all paths that a launch makes, logs apart."""
-        return self._patterns(_MADE)
+        """Patterns of all paths that a launch makes, logs apart, in the order in which they go.
+
+        Those that end with a slash are of folders, which go if they are empty by then: there may be
+        some of these names, or things in them, that no launch made.
+        """
+        inside = list[str]()
+        for pattern in self._patterns(_OF_ENGINES):
+            for name in glob.glob(pattern):  # noqa: PTH207 (absolute)
+                with contextlib.suppress(SettingsError):  # it is none of ours
+                    inside += RunDir.open(name)._patterns(_MADE)
+        return (*inside, *self._patterns((*_MADE, *_FOLDERS)))
 
     @cached_property
     def token(self) -> bytes:
@@ -198,7 +212,10 @@ def _remove(patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         for name in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 (absolute)
             path = Path(name)
-            if path.is_dir() and not path.is_symlink():
+            if name.endswith("/"):
+                with contextlib.suppress(OSError):
+                    os.rmdir(name)  # noqa: PTH106 (of a link it is an error only with the slash)
+            elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)

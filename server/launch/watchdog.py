@@ -79,8 +79,8 @@ def _processes() -> list[Path]:
 class Watchdog:
     """The launcher's side: tells the watchdog process which groups to end.
 
-    `patterns` are absolute paths, with wildcards, of what is removed if we die; the descriptor
-    `lock` is kept until that is done.
+    `patterns` are absolute paths, with wildcards, of what is removed if we die, as of
+    `RunDir.made`; the descriptor `lock` is kept until that is done.
     """
 
     def __init__(self, patterns: Sequence[str] = (), *, lock: int | None = None) -> None:
@@ -137,6 +137,10 @@ def _main() -> None:
         remove_segments(segments)
     for pattern in sys.argv[1:]:
         for name in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 (absolute)
+            if name.endswith("/"):  # as in `RunDir.made`
+                with contextlib.suppress(OSError):
+                    os.rmdir(name)  # noqa: PTH106 (of a link it is an error only with the slash)
+                continue
             shutil.rmtree(name, ignore_errors=True)
             with contextlib.suppress(OSError):
                 Path(name).unlink()

@@ -19,6 +19,7 @@ from tandemkv.cache_rank.protocol.errors import (
 )
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.ipc import take_lock
+from tandemkv.cache_rank.protocol.message.keys import make_keys
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.placement import Placement
@@ -206,6 +207,30 @@ def test_a_folder_of_the_user_is_not_taken_for_ours(launch: ResolvedLaunch) -> N
         (run_dir.path / name).mkdir()
     clean_run_dir(run_dir, is_ours=False, keep_logs=False)
     assert names(run_dir) == {"tmp", "metrics", "store-7-notes"}
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_no_launch_made_survives_under_names_of_a_launch(
+    tmp_path: Path, *, is_killed: bool
+) -> None:
+    run_dir, elsewhere = RunDir.create(tmp_path / "run"), tmp_path / "elsewhere"
+    theirs = {"far", "tp2/epoch", "tp3/token", "tp4", "tp5", "own-keys/notes", "tp1/notes"}
+    for folder in ("tp2", "tp3", "own-keys"):
+        (run_dir.path / folder).mkdir()
+    elsewhere.mkdir()
+    (run_dir.path / "tp5").symlink_to(elsewhere)
+    run_dir.of_rank(1, create=True).next_epoch()
+    make_keys(run_dir.path / "own-keys")
+    for name in theirs - {"tp5"}:
+        (run_dir.path / name).write_text("mine")
+    if is_killed:
+        watchdog = Watchdog(run_dir.made)
+        watchdog._popen.communicate(timeout=60)  # the end of its pipe, without ``bye``
+    else:
+        run_dir.clear()
+    paths = {path.relative_to(run_dir.path) for path in run_dir.path.rglob("*")}
+    assert {str(path) for path in paths} - {"tp1", "tp2", "tp3", "own-keys"} == theirs
+    assert elsewhere.is_dir()
 
 
 def test_a_standby_is_a_second_cache_rank_that_is_asked_for_nothing(
