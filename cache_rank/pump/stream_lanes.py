@@ -128,7 +128,10 @@ class StreamLane(ABC):
         """
         with self._on(self._beside):
             self._told.copy_(self._lost)
-        return 0 if self._is_aborted else int(self._told[0])
+        word = 0 if self._is_aborted else int(self._told[0])
+        # The word of a loss is never 0, which is none: see `step_flags`.
+        steps = {word_of(step) or -1: step for step, _ in self._queued.copy()}
+        return steps.get(word, word)
 
     def standing(self) -> str:
         """Return what of the latest step has not come to pass, if anything; as `lost_step`."""

@@ -16,7 +16,7 @@ from tape import Tape
 
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, word_of
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_region import RegionSizes, specs_by_life
@@ -146,7 +146,7 @@ class End:
         return of_layer(flag.layer, flag.size)  # type: ignore[no-any-return]
 
     def raise_flag(self, flag: Flag, step: int) -> None:
-        self.words(flag).fill_(step)
+        self.words(flag).fill_(word_of(step))
         self.side.flags.raise_to(host_flag(self.side, flag), step)
 
 
