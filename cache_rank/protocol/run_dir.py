@@ -87,7 +87,7 @@ class RunDir:
         try:
             if path is None:
                 path = tempfile.mkdtemp(prefix="tandemkv-", dir=usual_place())
-            directory = Path(path).expanduser().absolute()
+            directory = whole_path(path)
             _check_length(directory)
             for folder in (*reversed(directory.parents), directory):
                 if not folder.is_dir():
@@ -105,7 +105,7 @@ class RunDir:
 
         Raises `SettingsError` if it does not exist, is not private to us, or holds no usable token.
         """
-        directory = Path(path).expanduser().absolute()
+        directory = whole_path(path)
         _check_length(directory)
         _check_private(directory, is_directory=True)
         run_dir = cls(directory)
@@ -219,6 +219,19 @@ def _remove(patterns: tuple[str, ...]) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def whole_path(path: Path | str) -> Path:
+    """Return where a run directory is that may be given by ``~``.
+
+    Raises `SettingsError` if there is no such home directory.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise SettingsError(
+            f"run_dir={path}: there is no such home directory; write the path without ~"
+        ) from error
 
 
 def usual_place() -> Path:

@@ -40,7 +40,10 @@ class FrozenModel(BaseModel):
             return value
         if not str(value):
             raise ValueError("a path is required; leave the setting out, or write none")
-        return type(value)(Path(value).expanduser())  # JSON takes texts alone
+        try:
+            return type(value)(Path(value).expanduser())  # JSON takes texts alone
+        except RuntimeError as error:
+            raise ValueError("there is no such home directory; write the path without ~") from error
 
 
 def required_type(hint: Any) -> Any:

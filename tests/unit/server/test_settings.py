@@ -209,6 +209,7 @@ _OTHER_LINKS = ["transport=peer", "'shared', 'message' or 'local'"]
             ["run_dir= (from TANDEMKV_SERVE_R", "a path"],
         ),
         ("edge: {api_key_file: ''}", {}, {}, ["edge.api_key_file=", "serve.yaml", "a path is req"]),
+        ("run_dir: ~no-such-user/run", {}, {}, ["run_dir=~no-such-user/run", "without ~"]),
     ],
 )
 def test_errors_name_key_and_source(
@@ -232,6 +233,9 @@ def test_a_path_may_begin_with_the_home(tmp_path: Path, monkeypatch: pytest.Monk
     assert (read.run_dir, read.link_keys) == (tmp_path / "run", tmp_path / "keys")
     assert (read.edge.admin_key_file, read.edge.api_key_file) == (tmp_path / "admin.key", None)
     assert RunDir.create("~/run").path == RunDir.open(Path("~/run")).path == tmp_path / "run"
+    for use in (RunDir.create, RunDir.open):
+        with pytest.raises(SettingsError, match=r"run_dir=~no-such-user/run: .* without ~"):
+            use("~no-such-user/run")
 
 
 def test_a_file_may_leave_the_placement_open(tmp_path: Path) -> None:
