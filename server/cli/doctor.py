@@ -18,7 +18,7 @@ from rich.table import Table
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.memory.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.run_dir import RunDir, whole_path
 from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.server.checks.ports import choose_port
 from tandemkv.server.evaluation.provenance import ChildError, run_python, version_of
@@ -166,8 +166,9 @@ def check_shared_memory() -> Finding:
 
 def check_run_dir(path: Path | None) -> Finding:
     """Make a private run directory, or use the given one, and leave nothing of it."""
-    new, path = list[Path](), path and path.absolute()
+    new = list[Path]()
     try:
+        path = path and whole_path(path)
         if path is not None:
             new = [folder for folder in (path, *path.parents) if not folder.exists()]
         has_token = path is not None and (path / "token").exists()

@@ -294,10 +294,15 @@ def test_doctor_names_what_make_serve_needs_where_memory_is_unknown(
     assert doctor.check_memory().advice == "make sure that 7 GiB are free"
 
 
-def test_doctor_takes_a_run_directory_that_serve_takes_and_leaves_nothing(tmp_path: Path) -> None:
+def test_doctor_takes_a_run_directory_that_serve_takes_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
-    assert doctor.check_run_dir(private).text == f"{private} is private to you"
+    for path in (private, Path("~/private")):
+        assert doctor.check_run_dir(path).text == f"{private} is private to you"
+    assert doctor.check_run_dir(Path("~no-such-user")).level == "fail"
     assert not list(private.iterdir())
     token = RunDir.create(private).token
     assert doctor.check_run_dir(private).level == "ok"
