@@ -29,8 +29,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(install_module, "_refusal_counter", lambda: None)
     monkeypatch.setattr(install_module, "_is_installed", False)
     args = SimpleNamespace(
-        max_running_requests=2, served_model_name="m", grammar_backend="none", enable_lora=False
-    )
+        max_running_requests=2, served_model_name="m", grammar_backend="none", enable_lora=False,
+        completion_template=None,
+    )  # fmt: skip
 
     def install(preferred: dict[str, Any] | None) -> Limits:
         app: Any = SimpleNamespace(build_middleware_stack=lambda: None)
@@ -73,7 +74,7 @@ def test_levels_of_reasoning_are_those_of_the_installed_sglang(installed: Any) -
         ({"beam_width": 2}, "sampling_params.beam_width: this server has no such field"),
         ({"stop_regex": "(a+)+b"}, "sampling_params.stop_regex: this server has no such field"),
         ({"repetition_penalty": 1e-9}, "sampling_params.repetition_penalty=1e-09: a number from"),
-        ({"regex": "a"}, "for the server runs with --grammar-backend none"),
+        ({"regex": "a"}, "this server constrains no answers: it runs with --grammar-backend none"),
         ({"max_new_tokens": 257}, "an integer from 0 to 256"),
     ],
 )
