@@ -92,7 +92,9 @@ def readiness(collected: dict[str, Any], run_dir: RunDir) -> dict[str, Any]:
     if not collected["ready"]:
         rank = collected.get("inference_rank", {})
         state = rank.get("info", {}).get("state", "serving")
-        why = rank.get("error") or ("SGLang starts" if state == "serving" else state)
+        if rank.get("error"):  # its text may have paths, and probes have no key
+            state = "it does not answer"
+        why = "SGLang starts" if state == "serving" else state
         shown.setdefault("reason", f"inference rank: {why}")
     return shown | {"instance": run_dir.instance}
 
