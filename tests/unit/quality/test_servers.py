@@ -153,6 +153,15 @@ def test_stopping_ends_the_child_and_the_request_under_way(tmp_path: Path) -> No
         ask()
 
 
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """Take Ctrl-C, which what a shell starts behind itself ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("foreground")
 def test_a_second_ctrl_c_kills_the_child_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
