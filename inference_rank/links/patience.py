@@ -29,7 +29,7 @@ class Patience:
         self._last = (False, -1)
 
     def is_over(self) -> bool:
-        """Whether it has ended; to be asked more often than either limit."""
+        """Whether it has ended; to be asked twice as often at least as either limit passes."""
         has_read = self._flags.value(CONSUMED) - self._announced >= 0
         seen = (has_read, self._flags.value(self._progress))
         if seen != self._last:
