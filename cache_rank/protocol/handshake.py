@@ -101,6 +101,11 @@ def refusal_for(error: BaseException) -> Refused:
     return Refused(field="cache_rank", message=text[:MAX_TEXT])
 
 
+def still_waits(send: Callable[[bytes, HeartbeatReply], bool], peer: bytes) -> bool:
+    """Whether who asks for an epoch is there, by a message that it ignores; `send` tells."""
+    return send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0))
+
+
 def _refuse(field: str, theirs: object, ours: object) -> Refused:
     advice = _ADVICE.get(field, "start both ranks with the same settings")
     return Refused(

@@ -21,7 +21,7 @@ from tandemkv.cache_rank.protocol.errors import (
     TandemKVError,
 )
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
-from tandemkv.cache_rank.protocol.handshake import open_epoch, refusal_for
+from tandemkv.cache_rank.protocol.handshake import open_epoch, refusal_for, still_waits
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient, Patience
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, withdraw_tensors
@@ -180,7 +180,7 @@ class FarPump:
             self._door.send(peer, Refused(field="gpus", message=reason))
             return
         # It may have waited for long: who gave up must not end another's epoch.
-        if not self._door.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+        if not still_waits(self._door.send, peer):
             _LOG.info("ignored the Knock of an inference rank's host that is gone")
             return
         if self._guest is not None and self._guest.session is None:

@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.errors import (
     ProtocolError,
     TandemKVError,
 )
-from tandemkv.cache_rank.protocol.handshake import refusal_for
+from tandemkv.cache_rank.protocol.handshake import refusal_for, still_waits
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
@@ -192,7 +192,8 @@ class NearPump:
             self._control.send(peer, Refused(field="gpus", message=reason))
             return
         # It may have waited for long: who gave up must not end another's epoch.
-        if not self._is_there(peer):
+        is_there = partial(still_waits, self._control.send, peer)
+        if not is_there():
             return
         caller: Caller | None = None
         try:
@@ -204,7 +205,6 @@ class NearPump:
             self._heartbeat.expect(reply.welcome.epoch)
             if not self._control.send(peer, reply.welcome):
                 raise CacheRankLostError("the inference rank has given up")
-            is_there = partial(self._is_there, peer)
             self._session = self._begin(caller, hello, reply.welcome, is_there)
         except Exception as error:  # whatever it is, another epoch may be sound
             _LOG.warning("no epoch: %s", error, exc_info=True)
@@ -216,10 +216,6 @@ class NearPump:
             return
         self._caller, self._pulse = caller, Pulse(self._exchange)
         _LOG.info("epoch %d, with %s", self._session.epoch, self._address)
-
-    def _is_there(self, peer: bytes) -> bool:
-        """Whether an inference rank still waits for its epoch, by a message that it ignores."""
-        return self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0))
 
     def _begin(
         self, caller: Caller, hello: Hello, welcome: Welcome, is_there: Callable[[], bool]

@@ -21,7 +21,7 @@ from tandemkv.cache_rank.policies.base import Policy
 from tandemkv.cache_rank.protocol.control import ControlServer
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import reach
-from tandemkv.cache_rank.protocol.handshake import check_hello, refusal_for
+from tandemkv.cache_rank.protocol.handshake import check_hello, refusal_for, still_waits
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import (
@@ -36,7 +36,6 @@ from tandemkv.cache_rank.protocol.message.opening import most_told, opening_s
 from tandemkv.cache_rank.protocol.messages import (
     TOTALS_OF_PROCESS,
     Goodbye,
-    HeartbeatReply,
     Hello,
     Message,
     Refused,
@@ -200,7 +199,8 @@ class SharedEngineService:
             self._refuse(peer, refused)
             return
         # A Hello may have waited for long: who gave up must not end another's epoch.
-        if not self._is_there(peer):
+        is_there = partial(still_waits, self._control.send, peer)
+        if not is_there():
             logger.info("ignored the Hello of an inference rank that is gone")
             return
         self._end_epoch("a new inference rank came")
@@ -228,7 +228,7 @@ class SharedEngineService:
             logger.warning("epoch %d: who asked for it is gone", epoch)
             return
         try:
-            self._session = self._accept(epoch, model, sizes, partial(self._is_there, peer))
+            self._session = self._accept(epoch, model, sizes, is_there)
         except Exception as error:  # the inference rank was told
             self._totals["protocol_errors_total"] += 1
             self._heartbeat.forget()
@@ -236,10 +236,6 @@ class SharedEngineService:
             return
         self._totals["epochs_total"] += 1
         logger.info("epoch %d: %s, %d rows", epoch, model.dtype, hello.max_rows)
-
-    def _is_there(self, peer: bytes) -> bool:
-        """Whether an inference rank still waits for its epoch, by a message that it ignores."""
-        return self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0))
 
     def _accept(
         self, epoch: int, model: ModelSpec, sizes: RegionSizes, is_there: Callable[[], bool]

@@ -73,12 +73,12 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 def reference(prompts: list[list[int]], new_tokens: int, once: Once) -> list[Any]:
     """What stock SGLang says to the prompts, one at a time."""
 
-    return once("stock", lambda: of_stock(prompts, new_tokens))
+    return once("stock", lambda: of_stock(prompts, new_tokens, Path(model_dir())))
 
 
-def of_stock(prompts: list[list[int]], new_tokens: int) -> list[Any]:
-    """What stock SGLang says with the model that servers are given now."""
-    with stock() as server:
+def of_stock(prompts: list[list[int]], new_tokens: int, model: Path) -> list[Any]:
+    """What stock SGLang says with a model, one prompt at a time."""
+    with serving(model), stock() as server:
         return run(server, prompts, new_tokens=new_tokens, at_once=1)
 
 
@@ -142,11 +142,7 @@ def random_reference(
 ) -> list[Any]:
     """What stock SGLang says to the prompts with the random model, one at a time."""
 
-    def ask() -> list[Any]:
-        with serving(random_model_dir):
-            return of_stock(prompts, new_tokens)
-
-    return once("stock-random", ask)
+    return once("stock-random", lambda: of_stock(prompts, new_tokens, random_model_dir))
 
 
 @pytest.fixture(scope="session")
@@ -179,11 +175,7 @@ def deep_reference(
 ) -> list[Any]:
     """What stock SGLang says to the prompts with the deep model, one at a time."""
 
-    def ask() -> list[Any]:
-        with serving(deep_model_dir):
-            return of_stock(prompts, new_tokens)
-
-    return once("stock-deep", ask)
+    return once("stock-deep", lambda: of_stock(prompts, new_tokens, deep_model_dir))
 
 
 @pytest.fixture(params=["shared", "message"])
