@@ -201,7 +201,8 @@ class SelectionSettings(FrozenModel):
         """R: slots of the resident set, the ring not counted."""
         if self.declared.keeps_sink_only:
             return self.num_sink_tokens
-        return self.num_sink_tokens + int(self.resident_factor * self.budget_tokens)
+        # 1.15 times 100 is 114.99999999999999.
+        return self.num_sink_tokens + int(round(self.resident_factor * self.budget_tokens, 6))
 
     @property
     def num_samples(self) -> int:

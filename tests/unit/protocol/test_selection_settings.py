@@ -70,3 +70,13 @@ def test_no_more_rows_are_fetched_than_are_resident() -> None:
     """A kernel is made for that many: 65536 take minutes to compile."""
     found = resolve_selection({"budget_tokens": 158, "fetch_cap": 65536, "sample_tokens": 0})
     assert found.fetch_cap_tokens == found.num_resident
+
+
+@pytest.mark.parametrize(
+    ("factor", "budget", "resident"), [(1.15, 100, 115), (1.3, 70, 91), (1.5, 77, 115)]
+)
+def test_a_resident_set_holds_c_times_k_tokens(factor: float, budget: int, resident: int) -> None:
+    """Though 1.15 times 100 is a little less than 115; what is less by a part of one is cut."""
+    given = {"resident_factor": factor, "budget_tokens": budget, "sample_tokens": 0}
+    found = resolve_selection(given)
+    assert found.num_resident == found.num_sink_tokens + resident
