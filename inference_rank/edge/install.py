@@ -50,6 +50,7 @@ def install(
         model_names=frozenset({str(args.served_model_name), MODEL_NAME}),
         reasoning_efforts=get_args(ReasoningEffortTier),
         has_grammars=args.grammar_backend != "none",
+        has_gpu=args.device != "cpu",
         has_suffixes=args.completion_template is not None,
         is_evaluation=rank_settings.evaluation,
         adapters=adapters_of(args, rank_settings.selection),

@@ -39,6 +39,8 @@ class Limits:
     has_grammars: bool = True
     """Whether SGLang has a grammar backend. Without one it ends such a request in the scheduler,
     and answers 500 to a stream with logprobs."""
+    has_gpu: bool = False
+    """Whether SGLang runs on GPUs, which its profiler then knows."""
     has_suffixes: bool = False
     """Whether SGLang has a template for what lies between a prompt and its suffix."""
     is_evaluation: bool = False

@@ -141,11 +141,14 @@ class Edge:
     async def _serve_plain(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], route: Route
     ) -> None:
-        body = b""
+        found: dict[str, Any] | None = None
         if "POST" in route.methods and (
             headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         ):
-            body = msgspec.json.encode(await self._read(receive, headers, _NO_BODY))
+            found = await self._read(receive, headers, _NO_BODY)
+        if route.admin_check is not None:
+            route.admin_check(found or {}, self._limits)
+        body = b"" if found is None else msgspec.json.encode(found)
         await self._ask(scope, body, receive, send)
 
     async def _ask(

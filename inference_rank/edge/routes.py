@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .administration import AdminCheck, check_logging, check_profile
 from .keys import Role
 from .refusal import RequestRefusedError
 from .requests import (
@@ -25,6 +26,8 @@ class Route:
     role: Role
     check: RequestCheck | None = None
     """Of its JSON body; such a route counts as load."""
+    admin_check: AdminCheck | None = None
+    """Of its JSON body, an empty one if there is none."""
     is_probe: bool = False
     """Whether callers at one time share one answer."""
     opens_in_evaluation: bool = False
@@ -65,8 +68,8 @@ ROUTES: dict[str, Route] = {
     "/abort_request": _ADMIN,
     "/pause_generation": _ADMIN,
     "/continue_generation": _ADMIN,
-    "/configure_logging": _ADMIN,
-    "/start_profile": _ADMIN,
+    "/configure_logging": Route(("POST",), Role.ADMIN, admin_check=check_logging),
+    "/start_profile": Route(("POST",), Role.ADMIN, admin_check=check_profile),
     "/stop_profile": _ADMIN,
     "/freeze_gc": _ADMIN,
 }

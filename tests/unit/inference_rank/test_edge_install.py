@@ -30,7 +30,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(install_module, "_is_installed", False)
     args = SimpleNamespace(
         max_running_requests=2, served_model_name="m", grammar_backend="none", enable_lora=False,
-        completion_template=None,
+        completion_template=None, device="cpu",
     )  # fmt: skip
 
     def install(preferred: dict[str, Any] | None) -> Limits:
