@@ -60,5 +60,11 @@ NATIVE_SAMPLING: dict[str, Check] = {
     "stream_interval": integer(1, 4096),
 }
 
-EVALUATION_SAMPLING: dict[str, Check] = {**NATIVE_SAMPLING, "custom_params": mapping(1 << 24)}
-"""With ``--evaluation``: forced tokens travel in ``custom_params``."""
+_FORCED = list_of(integer(0, Limits.last_token_id), Limits.context)
+
+EVALUATION_SAMPLING: dict[str, Check] = {
+    **NATIVE_SAMPLING,
+    "custom_params": mapping(1 << 24, {"forced_token_ids": _FORCED}),
+}
+"""With ``--evaluation``: forced tokens travel in ``custom_params``. One that is no token of the
+model would end SGLang's scheduler."""

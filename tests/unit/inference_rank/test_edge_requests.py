@@ -290,6 +290,16 @@ def test_forced_tokens_need_evaluation() -> None:
     assert make_world(is_evaluation=True).post(NATIVE, body).status_code == 200
 
 
+@pytest.mark.parametrize("forced", [["x"], [[1]], [-1], [1000], [10**30], [1.5], [True], "ab"])
+def test_forced_tokens_are_tokens_of_the_model(forced: Any) -> None:
+    body = {"text": "x", "sampling_params": {"custom_params": {"forced_token_ids": forced}}}
+    world = make_world(is_evaluation=True)
+    reply = world.post(NATIVE, body)
+    assert reply.status_code == 400
+    assert "sampling_params.custom_params.forced_token_ids" in reply.json()["error"]["message"]
+    assert not world.behind.seen
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
