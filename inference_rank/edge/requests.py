@@ -48,6 +48,8 @@ _OFF: dict[str, Check] = dict.fromkeys(
     ("return_hidden_states", "return_routed_experts"), only(False)
 )
 _TEXT = string(Limits.prompt_bytes, least=1)
+_TEXTS = one_or_list(_TEXT, Limits.most_completions)
+_SEVERAL_IDS = list_of(token_ids, Limits.most_completions, least=1)
 _MODEL = string(1024)
 _STREAM_OPTIONS = mapping(
     1024,
@@ -55,15 +57,16 @@ _STREAM_OPTIONS = mapping(
 )
 
 
+def _ids(name: str, value: Any, limits: Limits) -> None:
+    """Check the token ids of one prompt or of several."""
+    is_several = isinstance(value, list) and value and isinstance(value[0], list)
+    (_SEVERAL_IDS if is_several else token_ids)(name, value, limits)
+
+
 def _prompt(name: str, value: Any, limits: Limits) -> None:
     """Check one prompt or several, as text or as token ids."""
-    if isinstance(value, str):
-        _TEXT(name, value, limits)
-    elif isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        part = _TEXT if isinstance(value[0], str) else token_ids
-        list_of(part, Limits.most_completions, least=1)(name, value, limits)
-    else:
-        token_ids(name, value, limits)
+    first = value[0] if isinstance(value, list) and value else value
+    (_TEXTS if isinstance(first, str) else _ids)(name, value, limits)
 
 
 _OPENAI: dict[str, Check] = {
@@ -120,6 +123,7 @@ def _content_part(name: str, value: Any, limits: Limits) -> None:
     if isinstance(kind, str) and kind != "text":  # before its own fields are
         _not_text(f"{name}.type", kind, limits)
     mapping(Limits.prompt_bytes, _CONTENT_PART)(name, value, limits)
+    _require(value, "type", "text", prefix=f"{name}.")
 
 
 def _content(name: str, value: Any, limits: Limits) -> None:
@@ -184,8 +188,8 @@ _CHAT: dict[str, Check] = {
 _NATIVE: dict[str, Check] = {
     **_OFF,
     **dict.fromkeys(("image_data", "video_data", "audio_data"), _not_text),
-    "text": one_or_list(_TEXT, Limits.most_completions),
-    "input_ids": _prompt,
+    "text": _TEXTS,
+    "input_ids": _ids,
     "sampling_params": lambda *_: None,  # checked with its own table
     "rid": string(128, pattern=r"(?!HEALTH_CHECK)[A-Za-z0-9._:-]{1,128}"),
     "stream": boolean,
@@ -323,8 +327,8 @@ def _check(
     for name in _WITHOUT_EFFECT:
         body.pop(name, None)
     check_fields(body, fields, limits)
-    if required is not None and required not in body:
-        raise fault(required, f"{required} is missing", "missing_required_parameter")
+    if required is not None:
+        _require(body, required)
     model = model_and_adapter(body.get("model", MODEL_NAME), limits)
     if model not in limits.model_names:
         names = ", ".join(sorted(limits.model_names - {MODEL_NAME}))
@@ -336,13 +340,21 @@ def _check(
         )
 
 
+def _require(found: dict[str, Any], *names: str, prefix: str = "") -> None:
+    for name in names:
+        if name not in found:
+            full = f"{prefix}{name}"
+            raise fault(full, f"{full} is missing", "missing_required_parameter")
+
+
 def _check_chat_prompt(body: dict[str, Any], limits: Limits) -> None:
     """Bound messages and tools together, for all of them are in the prompt."""
     messages = body["messages"]
     for position, message in enumerate(messages):
-        if "role" not in message:
-            role = f"messages[{position}].role"
-            raise fault(role, f"{role} is missing", code=None)
+        prefix = f"messages[{position}]."
+        _require(message, "role", prefix=prefix)
+        if message["role"] == "user":  # others may have none
+            _require(message, "content", prefix=prefix)
     is_alone = len(messages) == 1 and messages[0]["role"] == "assistant"
     if is_alone and body.get("continue_final_message", False):
         # SGLang takes it away before it applies the template, which then has none: 500.

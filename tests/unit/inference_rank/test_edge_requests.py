@@ -86,6 +86,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": []}, "a list of 1 to"),
     (CHAT, {"messages": [{"content": "x"}]}, r"messages[0].role is missing"),
     (CHAT, {"messages": [{"role": "root", "content": "x"}]}, r"messages[0].role='root'"),
+    (CHAT, {"messages": [*MESSAGES, {"role": "user"}]}, r"messages[1].content is missing"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, r"messages[0].content is missing"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        r"messages[0].content[0].text is missing",
+    ),
+    (
+        "/tokenize",
+        {"messages": [{"role": "tool", "content": [{"text": "x"}]}]},
+        r"messages[0].content[0].type is missing",
+    ),
+    (NATIVE, {"input_ids": "x"}, "input_ids='x': a list of token ids is required"),
+    (NATIVE, {"input_ids": ["x"]}, r"input_ids[0]='x': an integer from 0 to 999"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 4097}]}, "messages[0] has"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 2100}] * 2}, "messages and tools have"),
     (
