@@ -147,7 +147,7 @@ def tandem_server(
     """
     with _folder() as work:
         port, config = choose_port(_HOST, 0), work / "quality.yaml"
-        own = settings.model_copy(update={"port": port, "run_dir": work / "run"})
+        own = _asked_from_here(settings).model_copy(update={"port": port, "run_dir": work / "run"})
         config.write_text(to_yaml(own), encoding="utf-8")
         probe_file = work / "probes.jsonl" if probes else None
         env = _environment(settings.device) | dict(environ or {})
@@ -180,8 +180,8 @@ def stock_server(
     if device == "cuda":  # it has no cache rank to wait for: CUDA graphs and overlap stay on
         settings = settings.model_copy(update={"cache_ranks": 0})
     with _folder() as work:
-        port = choose_port(_HOST, 0)
-        given = sglang_argv(settings, model_dir=model_dir, device=device, dtype=dtype, port=port)
+        port, own = choose_port(_HOST, 0), _asked_from_here(settings)
+        given = sglang_argv(own, model_dir=model_dir, device=device, dtype=dtype, port=port)
         at = given.index("--attention-backend")
         # On a GPU stock SGLang chooses its own.
         backend = ("--attention-backend", "torch_native") if device == "cpu" else ()
@@ -191,6 +191,12 @@ def stock_server(
         spec = ChildSpec(name="stock SGLang", argv=argv, env=env, log_path=work / "sglang.log")
         with _running(spec, server, settings.start_timeout_s, stop, _healthy):
             yield server
+
+
+def _asked_from_here(settings: ServeSettings) -> ServeSettings:
+    """Return `settings` with an address on loopback and no keys, whatever is served with them."""
+    edge = settings.edge.model_copy(update={"api_key_file": None, "admin_key_file": None})
+    return settings.model_copy(update={"host": _HOST, "edge": edge})
 
 
 @contextlib.contextmanager

@@ -64,6 +64,25 @@ def test_ours_reads_its_settings_from_a_file_and_not_from_here(
         assert servers.PROBE_VARIABLE not in specs[1][0].env
 
 
+def test_servers_are_asked_on_loopback_without_a_key_whatever_is_served(
+    specs: list[Any], tmp_path: Path
+) -> None:
+    keys = {"api_key_file": "api.key", "admin_key_file": "admin.key"}
+    served = {"host": "10.0.0.5", "allow_remote": True, "edge": {**keys, "max_n": 3}}
+    settings = ServeSettings.model_validate({"model": "m", "device": "cpu", **served})
+    options: dict[str, Any] = {"model_dir": Path("/m"), "device": "cpu", "dtype": "float32"}
+    with servers.tandem_server(settings, threading.Event()) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+    with servers.stock_server(settings, stop=threading.Event(), **options):
+        pass
+    (_, config), (stock, _) = specs
+    (tmp_path / "settings.yaml").write_text(config)
+    own = load_settings({}, {}, tmp_path / "settings.yaml")
+    assert own.host == "127.0.0.1"
+    assert own.edge == settings.edge.model_copy(update=dict.fromkeys(keys))
+    assert stock.argv[stock.argv.index("--host") + 1] == "127.0.0.1"
+
+
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "torch_native"), ("cuda", None)])
 def test_stock_differs_by_the_attention_backend_alone(
     specs: list[Any], device: str, backend: str | None
