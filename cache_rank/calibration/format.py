@@ -189,3 +189,5 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
         temporary.replace(path)
     except OSError as error:
         raise CalibrationError(f"out={path}: cannot be written ({error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.cli.command_classes import ServeCommand, passed_through
 from tandemkv.server.evaluation.compact_json import compact_json
 from tandemkv.server.evaluation.request_options import option, takes
+from tandemkv.server.evaluation.result_file import check_result_file
 
 if TYPE_CHECKING:
     from .faults import Action
@@ -109,6 +110,8 @@ def soak(request: SoakRequest) -> None:
     if (model is None) == (url is None):
         raise SettingsError("give either a MODEL to start a server with, or --url of one that runs")
     actions = request.actions
+    if request.out is not None:
+        check_result_file(request.out, "--json")
     console = Console(stderr=True, highlight=False, markup=False)
     target: contextlib.AbstractContextManager[Target]
     if url is not None:

@@ -20,6 +20,7 @@ from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.evaluation import provenance
 from tandemkv.server.evaluation.provenance import BenchError, Gpu
 from tandemkv.server.evaluation.request_options import option, takes
+from tandemkv.server.evaluation.result_file import check_result_file
 
 from .decode_steps import Point
 from .report import Failure, OutOption, Report, Row, make_report, write_report
@@ -89,6 +90,7 @@ def decode(request: DecodeRequest) -> None:
     from .configurations import from_grid, load_configurations, pick
     from .decode import DecodeRun, run_decode
 
+    check_result_file(_path("decode", request.out), "--out")
     if request.profile and request.work_dir is None:
         raise SettingsError("--profile needs --work-dir, where the traces are to stay")
     console = _console()
@@ -132,6 +134,7 @@ def kernels(out: OutOption = None) -> None:
     from .kernels import kernel_rows
 
     gpu = _require_gpu(provenance.visible_gpu())
+    check_result_file(_path("kernels", out), "--out")
     console = _console()
     rows, failures = kernel_rows(timings_here(), console.print)
     _finish("kernels", rows, failures, gpu, out, console)
@@ -145,6 +148,7 @@ def serve(load: ServeLoad) -> None:
 
     from .decode import run_child
 
+    check_result_file(_path("serve", load.out), "--out")
     tokenizer_dir = resolve_model(load.tokenizer, lambda _: None)
     if find_spec("datasets") is None:
         raise SettingsError(
@@ -233,9 +237,13 @@ def _write(
 ) -> tuple[Report, Path]:
     command = provenance.own_command()
     report = make_report(name, rows, command=command, failures=failures, gpu=gpu)
-    path = out or Path(f"{name}.json")
+    path = _path(name, out)
     write_report(report, path)
     return report, path
+
+
+def _path(name: str, out: Path | None) -> Path:
+    return out or Path(f"{name}.json")
 
 
 def _console() -> Console:

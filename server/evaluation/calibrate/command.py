@@ -30,6 +30,7 @@ from tandemkv.cache_rank.protocol.models.index_channels import STEP
 from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model_spec
 from tandemkv.server.evaluation.corpus import Texts, cut_texts
 from tandemkv.server.evaluation.request_options import option, takes
+from tandemkv.server.evaluation.result_file import check_result_file
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.models.calibrated import channels_file, kept_channels, queries_file
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
@@ -109,6 +110,8 @@ class Request:
             raise SettingsError(
                 f"out={self.out}: there is no folder {self.out.parent}; make it, or name another"
             )
+        if self.out is not None:
+            check_result_file(self.out, "--out")
         if self.out is not None and self.is_for_serve:
             raise SettingsError(
                 "out goes with --policy or --index-channels: without them files are kept where "

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from tandemkv.server.evaluation.request_options import option
+from tandemkv.server.evaluation.result_file import check_result_file
 from tandemkv.server.settings.flags import RANK_FLAGS, ROW_FLAGS, with_flags
 from tandemkv.server.settings.sources import Sourced, load_settings
 
@@ -32,12 +33,14 @@ def inspect(
 
     from .run import inspect_prompt
 
+    check_result_file(out, "--out")
     flags["model"] = Sourced(model, "MODEL")
     settings = load_settings(flags, os.environ, config)
     text = read_text(prompt_file, "--prompt-file")
     console = Console(stderr=True, highlight=False)
     with console.status(f"serving the prompt with {settings.selection.policy} ..."):
         found = inspect_prompt(settings, text, max_new_tokens=max_new_tokens)
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(found.html, encoding="utf-8")
     size = len(found.html.encode()) / 1e6
     console.print(f"{found.steps} steps of a prompt of {found.prompt_tokens} tokens, {size:.1f} MB")
