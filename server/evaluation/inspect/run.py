@@ -13,7 +13,7 @@ from tandemkv.cache_rank.engine.selection_probe import selection_file
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import DETAIL_VARIABLE
 from tandemkv.server.checks.preflight import resolve_model
-from tandemkv.server.evaluation.quality.servers import tandem_server
+from tandemkv.server.evaluation.quality.servers import tandem_server, terminable
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.settings.launch_settings import ServeSettings
 
@@ -76,7 +76,8 @@ def _record(
     environ = {DETAIL_VARIABLE: "1"}
     params = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": ids, "return_logprob": True, "sampling_params": params}
-    with tandem_server(own, threading.Event(), probes=True, environ=environ) as server:
+    serving = tandem_server(own, threading.Event(), probes=True, environ=environ)
+    with terminable(), serving as server:
         reply = server.generate(body)
         assert server.probe_file is not None
         recording = read_recording(server.probe_file, selection_file(server.probe_file))

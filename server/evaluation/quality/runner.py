@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -43,6 +42,7 @@ from .servers import (
     StoppedError,
     stock_server,
     tandem_server,
+    terminable,
 )
 from .tasks.base import Task
 
@@ -69,7 +69,7 @@ def run(campaign: Campaign, console: Console, *, jobs: int) -> None:
         TextColumn("{task.fields[answers]}/{task.fields[asked]} answers"), BarColumn(),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
-    with _terminable(), Progress(*columns, console=console) as progress:
+    with terminable(), Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=sum(map(work_of, asked)), answers=0, asked=len(asked))
         _Run(campaign, console, progress, bar).all(jobs)
 
@@ -84,19 +84,6 @@ def work_of(sample: Sample) -> float:
 
 _READ_A_STEP = 64
 """Prompt tokens that take as long as a decode step, by order of magnitude."""
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM stop as Ctrl-C does, also where a shell's job has SIGINT ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Run:

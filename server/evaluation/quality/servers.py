@@ -210,6 +210,19 @@ def _folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM stop as Ctrl-C does, also where a shell's job has SIGINT ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def _interrupted_later() -> Iterator[Callable[[], bool]]:
     """Put off a Ctrl-C until what is done here is complete; yields whether one came.
 

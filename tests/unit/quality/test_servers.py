@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandemkv.server.evaluation.quality import runner, servers
+from tandemkv.server.evaluation.quality import servers
 from tandemkv.server.evaluation.quality.servers import MeasurementError, RunningServer, StoppedError
 from tandemkv.server.launch.child_process import ChildSpec
 from tandemkv.server.settings.launch_settings import ServeSettings
@@ -235,7 +235,7 @@ def test_sigterm_stops_as_ctrl_c_does() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def be_terminated() -> None:
-        with runner._terminable():
+        with servers.terminable():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
 
