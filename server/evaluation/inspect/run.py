@@ -11,6 +11,7 @@ import numpy as np
 
 from tandemkv.cache_rank.engine.selection_probe import selection_file
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.settings.rank_settings import DETAIL_VARIABLE
 from tandemkv.server.checks.preflight import resolve_model
 from tandemkv.server.evaluation.quality.servers import tandem_server, terminable
@@ -51,6 +52,13 @@ def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -
             f"the prompt has {len(ids)} tokens, and {resident} are resident anyhow: give a longer "
             "prompt, or lower --budget-tokens or --resident-factor"
         )
+    most = _longest_request(settings, model_dir)
+    if len(ids) + max_new_tokens > most:
+        raise SettingsError(
+            f"the prompt has {len(ids)} tokens, and {max_new_tokens} are to follow: with these "
+            f"settings a request has {most} at most; give a shorter prompt, or fewer "
+            "--max-new-tokens"
+        )
     recording, new = _record(settings, ids, max_new_tokens)
     tokens = [tokenizer.decode([token]) for token in (*ids, *new)]
     facts = {
@@ -66,6 +74,12 @@ def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -
     }
     html = make_page(recording, tokens=tokens, prompt_tokens=len(ids), facts=facts)
     return Inspection(html=html, prompt_tokens=len(ids), steps=len(recording.lengths))
+
+
+def _longest_request(settings: ServeSettings, model_dir: Path) -> int:
+    """Return how many tokens a request may have, prompt and answer together."""
+    spec = read_model_spec(model_dir, dtype="float32", max_context=settings.max_context)
+    return min(spec.max_context, settings.cache.capacity_tokens)
 
 
 def _record(
