@@ -191,6 +191,8 @@ def plan(request: PlanRequest) -> None:
         num_cache_gpus=num_cache_gpus, by_messages=served.settings.wished_link == "message",
         available=available,
     )  # fmt: skip
+    if choice.chosen is not None:
+        _check_bounds(request, load)
     lengths = dense_lengths(selection, choice, shape, load)
     if request.as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
@@ -224,6 +226,17 @@ def _load(request: PlanRequest, selection: SelectionSettings) -> Workload:
         capacity_tokens=capacity,
         max_context=context if share < context else None,
     )
+
+
+def _check_bounds(request: PlanRequest, load: Workload) -> None:
+    """Refuse a load whose numbers `serve` would not take; what does not fit is told as such."""
+    held = "--context and --concurrency" if request.cache_tokens is None else "--cache-tokens"
+    numbers = {
+        "max_context": Sourced(request.context, "--context"),
+        "cache.capacity_tokens": Sourced(load.total_tokens, held),
+        "chunked_prefill_size": Sourced(load.chunk_tokens, "--chunked-prefill-size"),
+    }
+    load_settings(request.flags | numbers, os.environ)
 
 
 def _served(request: PlanRequest) -> _Served:

@@ -120,6 +120,9 @@ def test_steps_between_selections_are_told(runner: CliRunner) -> None:
         ("--policy exact --set selection.fetch_cap=64", "policy=exact fetches nothing"),
         ("--policy quest --set selection.pool_before=1", "does not rank tokens by pooled scores"),
         ("--set selection.anchors=1,2", "has no anchor layers without --share-layers"),
+        ("--context 64", "max_context=64 (from --context): "),
+        ("--context 128 --concurrency 1", "=128 (from --context and --concurrency): "),
+        ("--context 128 --concurrency 1 --cache-tokens 200", "=200 (from --cache-tokens): "),
     ],
 )
 def test_settings_that_serve_or_a_gpu_does_not_take(
