@@ -372,7 +372,9 @@ def _settings(flags: dict[str, Sourced], model: str) -> ServeSettings:
             "use another --policy, or start `tandemkv serve` without a plan"
         )
     check_device(find_policy(selection.policy), selection.policy, "cuda")
-    return settings.model_copy(update={"selection": on_device(selection, "cuda")})
+    # The longest request is --context, whatever a variable says.
+    changes = {"selection": on_device(selection, "cuda"), "max_context": None}
+    return settings.model_copy(update=changes)
 
 
 def _command(request: PlanRequest, placement: Placement, load: Workload) -> str:

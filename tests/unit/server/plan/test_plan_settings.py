@@ -196,3 +196,13 @@ def test_requests_that_share_fewer_tokens_are_planned_as_short_ones(runner: CliR
     assert short["break_even"] == found["break_even"]
     enough = runner.invoke(app, [*base, "--context", "64k", "--cache-tokens", "512k"]).output
     assert "planned for" not in enough
+
+
+def test_the_longest_request_is_that_of_the_option_whatever_a_variable_says(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["plan", "--model", "qwen3-8b", "--context", "128k", "--concurrency", "1"]
+    expected = runner.invoke(app, arguments)
+    assert expected.exit_code == 0
+    monkeypatch.setenv("TANDEMKV_SERVE_MAX_CONTEXT", "200k")
+    assert runner.invoke(app, arguments).output == expected.output
