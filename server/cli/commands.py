@@ -144,7 +144,9 @@ def cache_rank(
     address: Annotated[
         str | None, option("tcp://HOST:PORT for inference ranks of other hosts.")
     ] = None,
-    allow: Annotated[str, option("Addresses that they may come from; default: any.")] = "",
+    allow: Annotated[
+        str, option("With --address: where they may come from; default: anywhere.")
+    ] = "",
     verbose: Annotated[
         bool,
         option("With --address: show the cache rank's log.", "--verbose", "-v", metavar=SWITCH),
@@ -169,6 +171,11 @@ def cache_rank(
         raise SettingsError(
             f"cache_rank_address={settings.cache_rank_address}: a cache rank of another host needs "
             "to know where to listen; add --address tcp://IP:PORT, its own"
+        )
+    if allow or settings.link_keys is not None:
+        raise SettingsError(
+            "--allow and --link-keys are for inference ranks of other hosts, and without an "
+            "address none of them can connect; add --address tcp://IP:PORT, or leave them out"
         )
     from tandemkv.server.launch.serve import run_cache_rank_process
 

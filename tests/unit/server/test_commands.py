@@ -225,6 +225,8 @@ def test_prints_the_model_that_is_named_anywhere(runner: CliRunner, tmp_path: Pa
         (["serve", "m", "--port", "0", "--policy", "magic"], 2, "look_ahead"),
         (["cache-rank"], 2, "--run-dir"),
         (["cache-rank", "--run-dir", "r"], 2, "with other commands --model MODEL"),
+        (["cache-rank", "--run-dir=r", "--model=m", "--allow=::1"], 2, "add --address tcp://IP"),
+        (["cache-rank", "--run-dir=r", "--model=m", "--link-keys=k"], 2, "add --address tcp://IP"),
         (["model-path", "gpt5"], 2, "there is smollm2"),
         (["status", "--url", "http://127.0.0.1:9"], 1, "is `tandemkv serve` running"),
         (["status", "--url", "localhost"], 1, "must begin with http"),
