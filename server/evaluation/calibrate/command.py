@@ -110,8 +110,6 @@ class Request:
             raise SettingsError(
                 f"out={self.out}: there is no folder {self.out.parent}; make it, or name another"
             )
-        if self.out is not None:
-            check_result_file(self.out, "--out")
         if self.out is not None and self.is_for_serve:
             raise SettingsError(
                 "out goes with --policy or --index-channels: without them files are kept where "
@@ -153,6 +151,8 @@ def calibrate(request: Request) -> None:
     from tandemkv.server.checks.preflight import resolve_model
     from tandemkv.server.plan.devices import resolve_device
 
+    if request.out is not None:
+        check_result_file(request.out, "--out")
     console = Console(stderr=True, highlight=False)
     with console.status(escape(f"looking for {request.model} ...")) as shown:
         model_dir = resolve_model(request.model, shown.update)
@@ -193,14 +193,15 @@ def calibrate_for_serve(
     """
     spec = read_model_spec(model_dir, dtype=request.dtype)
     queries, channels = queries_file(spec, request.distance), channels_file(spec)
+    part = queries.with_name(f"part-{os.getpid()}.safetensors")
     try:
         queries.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()  # what is refused here the model is not run for
     except OSError as error:
         raise CalibrationError(
-            f"{queries.parent}: cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder "
-            "that can be written to"
+            f"{queries.parent}: cannot be written to ({error.strerror}); set XDG_CACHE_HOME to a "
+            "folder that can"
         ) from error
-    part = queries.with_name(f"part-{os.getpid()}.safetensors")
     try:
         of_policy = replace(request, policy="look_ahead", out=part)
         summary = fit_queries(model_dir, of_policy, part, console)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_model
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.runtime import Runtime
 from tandemkv.server.cli.commands import app
+from tandemkv.server.evaluation.calibrate.look_ahead import QueryMeasurement
 from tandemkv.server.models.calibrated import (
     calibration_advice,
     calibration_folder,
@@ -226,3 +229,19 @@ def test_status_names_what_is_used(tiny: Path, spec: ModelSpec) -> None:
             assert (info["predictor"], info["index_channels"]) == (
                 "queries-1.safetensors", "32 of 64",
             )  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_runs(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "touch", refuse)  # whoever runs the tests may write anywhere
+    monkeypatch.setattr(QueryMeasurement, "__init__", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = run("calibrate", str(tiny), "--device", "cpu")
+    assert result.exit_code == 2
+    folder = tmp_path / "tandemkv" / "calibrated"
+    assert f"{folder}/" in result.output
+    assert "cannot be written to (Permission denied); set XDG_CACHE_HOME to" in result.output
