@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -38,6 +38,13 @@ from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL
 _SHORT_TEXTS, _SHORT_TOKENS = 32, 1000
 # Rotation turns some channels so slowly that short texts tell nothing of them (decision record 35).
 _LONG_TEXTS, _LONG_TOKENS = 3, 16384
+_READ_FOR = {
+    "top_k": ("kascade", "sync_kv"),
+    "anchors": ("kascade",),
+    "clusters": ("sync_kv",),
+    "distance": ("look_ahead", None),
+}
+"""Policies that an option is for; None is what `serve` takes up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +158,7 @@ def calibrate(request: Request) -> None:
     from tandemkv.server.checks.preflight import resolve_model
     from tandemkv.server.plan.devices import resolve_device
 
-    if request.out is not None:
-        check_result_file(request.out, "--out")
+    _check_options(request)
     console = Console(stderr=True, highlight=False)
     with console.status(escape(f"looking for {request.model} ...")) as shown:
         model_dir = resolve_model(request.model, shown.update)
@@ -169,6 +175,21 @@ def calibrate(request: Request) -> None:
                 f"device={device}: not enough memory for dtype={request.dtype}; use {smaller}"
                 "shorter --tokens, or --device cpu"
             ) from error
+
+
+def _check_options(request: Request) -> None:
+    """Refuse options that would not be read, and a file that cannot be written."""
+    for field in fields(request):
+        given, policies = getattr(request, field.name), _READ_FOR.get(field.name)
+        if policies is None or given == field.default:
+            continue
+        if request.index_channels is not None or request.policy not in policies:
+            named = " or ".join(f"--policy {policy}" for policy in policies if policy)
+            raise SettingsError(
+                f"{field.name}={given} is not read for what is asked; leave it out, or give {named}"
+            )
+    if request.out is not None:
+        check_result_file(request.out, "--out")
 
 
 def _calibrate(model_dir: Path, request: Request, console: Console) -> Iterator[tuple[Path, str]]:
