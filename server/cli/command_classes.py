@@ -144,10 +144,18 @@ def add_arguments(
 ) -> None:
     """Add the model, if there is one, and what followed ``--``, to `flags`.
 
-    `source` is what gave the model, for messages.
+    `source` is what gave the model, for messages. Raises `SettingsError` if ``--set`` gave one of
+    them as well.
     """
-    if model is not None:
-        flags["model"] = Sourced(model, source)
-    extra = passed_through(ctx)
-    if extra:
-        flags["sglang_args"] = Sourced(extra, "the arguments after --")
+    added = {
+        "model": Sourced(model, source),
+        "sglang_args": Sourced(passed_through(ctx) or None, "the arguments after --"),
+    }
+    for key, given in added.items():
+        if given.value is None:
+            continue
+        if key in flags:
+            raise SettingsError(
+                f"{given.source} and {flags[key].source} set the same; give one of them"
+            )
+        flags[key] = given

@@ -219,6 +219,8 @@ def test_prints_the_model_that_is_named_anywhere(runner: CliRunner, tmp_path: Pa
         (["serve", "/nonexistent"], 2, "model=/nonexistent: no such directory"),
         (["serve", "m", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["serve", "m", "--no-such-flag"], 2, "No such option"),
+        (["serve", "m", "--set", "model=n"], 2, "MODEL and --set model set the same"),
+        (["serve", "m", "--set", "sglang_args=--a", "--", "--b"], 2, "--set sglang_args set the s"),
         (["serve", "m", "--", "--lag", "2"], 2, "m: no such directory"),
         (["serve", "m", "--cache-ranks", "2", "--tp", "3"], 2, "use --cache-ranks 3"),
         (["serve", "m", "--", "--attention-backend", "triton"], 2, "--attention-backend"),
