@@ -121,6 +121,11 @@ def soak(request: SoakRequest) -> None:
                 f"--faults {','.join(points)}: fault points are switched on when a server is "
                 "started; leave --url out, or use kill, stop and pause"
             )
+        if passed_through(request.ctx):
+            raise SettingsError(
+                "what follows -- is for a server that is started; leave it out, or give a MODEL in "
+                "place of --url"
+            )
         keys = {"api_key_file": request.api_key_file, "admin_key_file": request.admin_key_file}
         target = contextlib.nullcontext(running_target(url, **keys))
     else:

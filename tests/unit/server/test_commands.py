@@ -225,6 +225,7 @@ def test_prints_the_model_that_is_named_anywhere(runner: CliRunner, tmp_path: Pa
         (["serve", "m", "--cache-ranks", "2", "--tp", "3"], 2, "use --cache-ranks 3"),
         (["serve", "m", "--", "--attention-backend", "triton"], 2, "--attention-backend"),
         (["serve", "m", "--port", "0", "--policy", "magic"], 2, "look_ahead"),
+        (["soak", "--url", "http://127.0.0.1:9", "--", "--tp", "2"], 2, "in place of --url"),
         (["cache-rank"], 2, "--run-dir"),
         (["cache-rank", "--run-dir", "r"], 2, "with other commands --model MODEL"),
         (["cache-rank", "--run-dir=r", "--model=m", "--allow=::1"], 2, "add --address tcp://IP"),
