@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.index_channels import (
     STEP,
     check_index_channels,
@@ -56,7 +57,7 @@ def with_calibration(
 
     They are for `look_ahead`, whose quality was measured with them, and channels for an index of
     int8 or int4. A cache rank that is started by itself has files of its own host, if any: there
-    nothing is filled in. Raises `SettingsError` if a file is damaged.
+    nothing is filled in. Raises `SettingsError` if a file is damaged, saying how it is made anew.
     """
     selection = settings.selection
     if not _takes_files(settings):
@@ -66,8 +67,14 @@ def with_calibration(
         return settings
     from tandemkv.cache_rank.protocol.models.fitted_queries import FittedQueries
 
-    check_index_channels(found, model)
-    FittedQueries.of(found, model)
+    try:
+        check_index_channels(found, model)
+        FittedQueries.of(found, model)
+    except SettingsError as error:
+        raise SettingsError(
+            f"{error}. A file that nobody named is what `tandemkv calibrate MODEL` has left: run "
+            "that again, or add --no-calibrated"
+        ) from error
     channels = num_index_channels(found)
     parts = [] if channels is None else [f"{channels} of {model.head_dim} channels in the index"]
     if found.declared.predictor:
