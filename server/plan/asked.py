@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, architecture_of_config
+from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.server.settings.launch_settings import ServeSettings
-
-from .shape import ModelShape
 
 OWN_OPTIONS = {
     "cache.capacity_tokens": "--cache-tokens",
@@ -22,23 +18,6 @@ OWN_OPTIONS = {
     "model": "--model",
 }
 """Settings that `plan` has options of its own for, and reads nowhere else."""
-
-
-def spec_of(shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
-    """Return what checks before a start look at of a built-in shape, which has no weights."""
-    return ModelSpec(
-        architecture=architecture_of_config(config).name,
-        num_layers=shape.num_layers,
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        hidden_size=shape.hidden_size,
-        max_context=max(1, shape.max_context),
-        dtype="bfloat16",
-        model_hash="",
-        windowed_layers=shape.windowed_layers,
-        linear_layers=shape.linear_layers,
-    )
 
 
 def asked_placement(

@@ -17,7 +17,12 @@ from rich.console import Console
 from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec, read_config, read_model_spec
+from tandemkv.cache_rank.protocol.models.model_spec import (
+    ModelSpec,
+    read_config,
+    read_model_spec,
+    spec_of_config,
+)
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 from tandemkv.cache_rank.protocol.settings.token_count import read_token_count
 from tandemkv.server.checks.context_limit import how_to_extend
@@ -27,14 +32,14 @@ from tandemkv.server.settings.flags import OPERATION, SERVE_FLAGS, SWITCH, with_
 from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettings
 from tandemkv.server.settings.sources import Sourced, load_settings
 
-from .asked import OWN_OPTIONS, asked_placement, spec_of
+from .asked import OWN_OPTIONS, asked_placement
 from .choose import Choice, choose_placement
 from .constants import Constants, constants_here, measure_here
 from .dense_lengths import dense_lengths
 from .footprint import GIB
 from .pages import on_device
 from .placement import Placement, PlacementKind, possible_placements
-from .shape import BUILT_IN_SHAPES, ModelShape, find_shape, is_built_in
+from .shape import BUILT_IN_CONFIGS, ModelShape, find_shape, is_built_in
 from .view import plan_json, plan_view, profile_view
 from .workload import DEFAULT_CHUNK_TOKENS, Workload
 
@@ -65,7 +70,7 @@ _KEYS = (
     "anchors", "share_layers",
 )  # fmt: skip
 _DTYPE = "bfloat16"
-NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_SHAPES))
+NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_CONFIGS))
 _PLACED = ("cache_ranks", "tensor_parallel")
 _PLANNED = {*_PLACED, "calibrated", "cache.kv_dtype", *(f"selection.{key}" for key in _KEYS)}
 PLAN_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key in _PLANNED)
@@ -249,8 +254,8 @@ def _served(request: PlanRequest) -> _Served:
     shape, directory = _model(request.model, request.dtype)
     shape = shape.with_kv_dtype(settings.cache.kv_dtype)
     if directory is None:
-        config = _built_in_config(shape)
-        spec = spec_of(shape, config)
+        config = BUILT_IN_CONFIGS[shape.name]
+        spec = spec_of_config(config, Path(shape.name), dtype="bfloat16")
     else:
         config = read_config(directory)
         spec = read_model_spec(directory, dtype="bfloat16")
@@ -328,16 +333,6 @@ def _model(model: str, dtype: str) -> tuple[ModelShape, Path | None]:
         model = str(resolve_model(model, lambda _: None))
     shape = find_shape(model, dtype=dtype)
     return shape, None if is_built_in(model) else resolve_model(model, lambda _: None)
-
-
-def _built_in_config(shape: ModelShape) -> Mapping[str, Any]:
-    """Return what a built-in shape stands for, of a ``config.json``."""
-    family = "Qwen3" if shape.name.startswith("qwen3") else "Llama"
-    family += "Moe" if shape.experts else ""
-    return {
-        "architectures": [f"{family}ForCausalLM"],
-        "max_position_embeddings": shape.max_context,
-    }
 
 
 def _constants(measure: bool) -> Constants:

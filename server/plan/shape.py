@@ -17,7 +17,11 @@ from tandemkv.cache_rank.protocol.models.attention_config import (
     windowed_layers,
 )
 from tandemkv.cache_rank.protocol.models.model_spec import architecture_of_config, read_config
-from tandemkv.cache_rank.protocol.models.weight_formats import WeightFormat, read_weight_format
+from tandemkv.cache_rank.protocol.models.weight_formats import (
+    WeightFormat,
+    format_of,
+    read_weight_format,
+)
 
 _SAME_COUNT = ("num_experts", "num_local_experts")
 """Two names of one number: some checkpoints have the one, and transformers writes the other."""
@@ -245,31 +249,44 @@ class ModelShape:
         return (self.num_layers - len(self.linear_layers)) * self.kv_layer_token_bytes
 
 
-_QWEN3_8B = ModelShape(
-    name="qwen3-8b", num_layers=36, hidden_size=4096, num_qo_heads=32, num_kv_heads=8,
-    head_dim=128, intermediate_size=12288, vocab_size=151936, max_context=40960,
-)  # fmt: skip
-BUILT_IN_SHAPES: Mapping[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        _QWEN3_8B,
-        replace(_QWEN3_8B, name="qwen3-8b-fp8", matrix_bits=8.0),
-        ModelShape(
-            name="qwen3-30b-a3b", num_layers=48, hidden_size=2048, num_qo_heads=32, num_kv_heads=4,
-            head_dim=128, intermediate_size=6144, vocab_size=151936, max_context=40960,
-            experts=ExpertShape(count=128, per_token=8, size=768),
-        ),
-        ModelShape(
-            name="llama-3.1-8b", num_layers=32, hidden_size=4096, num_qo_heads=32, num_kv_heads=8,
-            head_dim=128, intermediate_size=14336, vocab_size=128256, max_context=131072,
-        ),
-    )
+_CONFIG: Mapping[str, Any] = {
+    "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
+_QWEN3_8B = {
+    **_CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "num_hidden_layers": 36,
+    "rope_theta": 1e6, "vocab_size": 151936,
+}  # fmt: skip
+BUILT_IN_CONFIGS: Mapping[str, dict[str, Any]] = {
+    "qwen3-8b": _QWEN3_8B,
+    "qwen3-8b-fp8": {
+        **_QWEN3_8B,
+        "quantization_config": {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        },
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3_8B, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "llama-3.1-8b": {
+        **_CONFIG, "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "intermediate_size": 14336, "max_position_embeddings": 131072, "num_hidden_layers": 32,
+        "rope_theta": 5e5, "vocab_size": 128256,
+    },
+}  # fmt: skip
+"""What ``config.json`` says of models that `plan` and `bench decode` know by name."""
 
 
 def is_built_in(model: str) -> bool:
     """Whether `model` names a built-in shape; a directory of that name comes first."""
-    return model.lower() in BUILT_IN_SHAPES and not Path(model).expanduser().is_dir()
+    return model.lower() in BUILT_IN_CONFIGS and not Path(model).expanduser().is_dir()
 
 
 def find_shape(model: str, *, dtype: str = "bfloat16") -> ModelShape:
@@ -282,25 +299,29 @@ def find_shape(model: str, *, dtype: str = "bfloat16") -> ModelShape:
         raise SettingsError(f"dtype={dtype} is unknown; known: {', '.join(ITEM_BYTES)}")
     path = Path(model).expanduser()
     if is_built_in(model):
-        return replace(BUILT_IN_SHAPES[model.lower()], item_bytes=ITEM_BYTES[dtype])
+        name, config = model.lower(), BUILT_IN_CONFIGS[model.lower()]
+        return shape_of_config(config, name=name, dtype=dtype, weights=format_of(config))
     if not path.is_dir():
         raise SettingsError(
             f"model={model}: neither a model directory nor a built-in shape "
-            f"({', '.join(BUILT_IN_SHAPES)}); nothing is downloaded"
+            f"({', '.join(BUILT_IN_CONFIGS)}); nothing is downloaded"
         )
     return shape_of_model(path, name=path.resolve().name, dtype=dtype)
+
+
+def find_config(model: str) -> Mapping[str, Any]:
+    """Return ``config.json`` of what `find_shape` takes; raises as that does."""
+    find_shape(model)
+    if is_built_in(model):
+        return BUILT_IN_CONFIGS[model.lower()]
+    return read_config(Path(model).expanduser())
 
 
 def shape_of_model(model_dir: Path, *, name: str, dtype: str) -> ModelShape:
     """Return the shape of a model directory; arguments and errors as of `shape_of_config`."""
     config = read_config(model_dir)
     weights = read_weight_format(model_dir, config)
-    shape = shape_of_config(config, name=name, dtype=dtype)
-    if weights is None:
-        return shape
-    return replace(
-        shape, matrix_bits=weights.bits, plain_attention=plain_attention(config, weights)
-    )
+    return shape_of_config(config, name=name, dtype=dtype, weights=weights)
 
 
 def plain_attention(config: Mapping[str, Any], weights: WeightFormat) -> int:
@@ -312,8 +333,10 @@ def plain_attention(config: Mapping[str, Any], weights: WeightFormat) -> int:
     return sum(not weights.converts(name) for name in names)
 
 
-def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> ModelShape:
-    """Return the shape that a ``config.json`` describes, its matrices unquantised.
+def shape_of_config(
+    config: Mapping[str, Any], *, name: str, dtype: str, weights: WeightFormat | None = None
+) -> ModelShape:
+    """Return the shape that a ``config.json`` describes, its matrices quantised as `weights` are.
 
     `name` is shown to the user; `dtype`, a key of `ITEM_BYTES`, is that of weights and KV when
     served. Raises `UnsupportedModelError` if a field is missing or the architecture is not a
@@ -336,6 +359,8 @@ def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> Mode
             item_bytes=ITEM_BYTES[dtype],
             mlp_matrices=entry.mlp_matrices,
             experts=_experts(config, entry),
+            matrix_bits=weights.bits if weights else 0.0,
+            plain_attention=plain_attention(config, weights) if weights else 0,
             windowed_layers=windowed_layers(config, entry),
             window=int(config.get("sliding_window") or 0) if entry.full_every else 0,
             linear_layers=linear_layers(config, entry),

@@ -19,16 +19,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tandemkv.server.evaluation.bench.dummy_model import write_model_config
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.evaluation.bench.decode import write_model_config
+from tandemkv.server.plan.shape import BUILT_IN_CONFIGS
 
 _SHARD_BYTES = 2 << 30
-_SHAPES = [name for name, shape in BUILT_IN_SHAPES.items() if not shape.is_quantised]
+_SHAPES = [x for x, config in BUILT_IN_CONFIGS.items() if "quantization_config" not in config]
 
 
 def write(out: Path, shape: str, max_context: int, device: str) -> int:
     """Write config and shards; returns the bytes of all weights."""
-    write_model_config(BUILT_IN_SHAPES[shape], out, max_context=max_context)
+    write_model_config(BUILT_IN_CONFIGS[shape], out, max_context=max_context)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
     kept = {name: p.shape for name, p in model.state_dict().items()}

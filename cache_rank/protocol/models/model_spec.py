@@ -201,6 +201,18 @@ def read_model_spec(
     the whole context.
     """
     config = read_config(model_dir)
+    spec = spec_of_config(config, model_dir, dtype=dtype, max_context=max_context)
+    kv_dtype = None if kv_dtype == dtype else kv_dtype
+    return msgspec.structs.replace(spec, model_hash=model_hash(model_dir), kv_dtype=kv_dtype)
+
+
+def spec_of_config(
+    config: Mapping[str, Any], model_dir: Path, *, dtype: str, max_context: int | None = None
+) -> ModelSpec:
+    """Return what `read_model_spec` does, by ``config.json`` alone: `model_hash` is empty.
+
+    `model_dir` is for messages.
+    """
     entry = architecture_of_config(config)
     check_attention(config, entry, name=model_dir.name)
     try:
@@ -214,9 +226,8 @@ def read_model_spec(
             hidden_size=int(config["hidden_size"]),
             max_context=max_context or int(config["max_position_embeddings"]),
             dtype=dtype,
-            model_hash=model_hash(model_dir),
+            model_hash="",
             softmax_scale=softmax_scale(config, entry),
-            kv_dtype=None if kv_dtype == dtype else kv_dtype,
             windowed_layers=windowed_layers(config, entry),
             linear_layers=linear_layers(config, entry),
         )

@@ -85,7 +85,7 @@ def decode(request: DecodeRequest) -> None:
     Exit code 1 if a figure that was asked for is missing.
     """
     from tandemkv.server.checks.preflight import resolve_model
-    from tandemkv.server.plan.shape import find_shape
+    from tandemkv.server.plan.shape import find_config
 
     from .configurations import from_grid, load_configurations, pick
     from .decode import DecodeRun, run_decode
@@ -103,7 +103,7 @@ def decode(request: DecodeRequest) -> None:
     chosen = pick(table, names)
     with _folder(request.work_dir) as folder:
         run = DecodeRun(
-            shape=find_shape(str(model or request.shape)),
+            config=find_config(str(model or request.shape)),
             tokenizer_dir=resolve_model(request.tokenizer, lambda _: None),
             points=parse_points(request.points),
             configurations=chosen,

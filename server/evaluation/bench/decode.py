@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.index_channels import (
@@ -21,13 +23,11 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank.sglang.versions import RUN_ON_GPU
 from tandemkv.server.evaluation.provenance import version_of
 from tandemkv.server.launch.child_process import ChildSpec, watched
-from tandemkv.server.plan.shape import ModelShape
 
 from . import decode_steps
 from .cache_rank import cache_rank_beside
 from .configurations import Configuration
 from .decode_steps import Measured, Point, capacity_tokens
-from .dummy_model import write_model_config
 from .exchange import exchange_rows
 from .report import Failure, Row
 
@@ -38,7 +38,8 @@ _TICK_S, _TAIL_LINES = 0.1, 200
 class DecodeRun:
     """What to measure."""
 
-    shape: ModelShape
+    config: Mapping[str, Any]
+    """The model's ``config.json``, without `model_dir`."""
     tokenizer_dir: Path
     points: tuple[Point, ...]
     configurations: Mapping[str, Configuration]
@@ -172,8 +173,19 @@ def _shape_alone(run: DecodeRun) -> Path:
     """Write a model's configuration without weights, and return its directory."""
     longest = max(point.context for point in run.points) + 5 * run.output_tokens
     model_dir = run.work_dir / "model"
-    write_model_config(run.shape, model_dir, max_context=longest)
+    write_model_config(run.config, model_dir, max_context=longest)
     return model_dir
+
+
+def write_model_config(config: Mapping[str, Any], model_dir: Path, *, max_context: int) -> None:
+    """Write a model directory of a ``config.json`` that dummy weights can be loaded for.
+
+    `max_context` has the output included, and is rounded up to a power of two.
+    """
+    longest = 1 << max(7, (max_context - 1).bit_length())
+    model_dir.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**config, "max_position_embeddings": longest}, indent=2)
+    (model_dir / "config.json").write_text(text, encoding="utf-8")
 
 
 def with_channels(item: Configuration, model_dir: Path, folder: Path) -> Configuration:

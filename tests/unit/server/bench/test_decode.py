@@ -39,12 +39,12 @@ from tandemkv.server.evaluation.bench.decode import (
     check_sglang,
     run_decode,
     with_channels,
+    write_model_config,
 )
 from tandemkv.server.evaluation.bench.decode_steps import Measured, Point, decode_steps_argv
-from tandemkv.server.evaluation.bench.dummy_model import write_model_config
 from tandemkv.server.evaluation.bench.report import Spread
 from tandemkv.server.launch.sglang_command import sglang_argv
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.plan.shape import BUILT_IN_CONFIGS
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 # Writes what the driver writes; a configuration says by its environment how it ends.
@@ -87,7 +87,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DecodeRun:
 
     monkeypatch.setattr(decode_steps, "decode_steps_argv", argv)
     return DecodeRun(
-        shape=BUILT_IN_SHAPES["qwen3-8b"],
+        config=BUILT_IN_CONFIGS["qwen3-8b"],
         tokenizer_dir=tmp_path,
         points=(Point(8, 65536), Point(1, 8192), Point(8, 8192)),
         configurations={
@@ -369,7 +369,7 @@ def test_other_versions_of_sglang_are_refused_before_anything_runs() -> None:
 
 def test_a_number_of_channels_is_a_file_of_so_many(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
-    write_model_config(BUILT_IN_SHAPES["qwen3-8b"], model_dir, max_context=4096)
+    write_model_config(BUILT_IN_CONFIGS["qwen3-8b"], model_dir, max_context=4096)
     item = with_channels(BUILT_IN["1+1-shared-served-channels64"], model_dir, tmp_path)
     settings = item.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20, batch=1)
     spec = read_model_spec(model_dir, dtype="bfloat16")

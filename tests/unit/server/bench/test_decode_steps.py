@@ -15,7 +15,12 @@ from tandemkv.cache_rank.protocol.models.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSettings
 from tandemkv.server.evaluation.bench import decode, decode_steps
 from tandemkv.server.evaluation.bench.configurations import BUILT_IN, Configuration
-from tandemkv.server.evaluation.bench.decode import DecodeRun, decode_rows, run_decode
+from tandemkv.server.evaluation.bench.decode import (
+    DecodeRun,
+    decode_rows,
+    run_decode,
+    write_model_config,
+)
 from tandemkv.server.evaluation.bench.decode_steps import (
     Point,
     capacity_tokens,
@@ -23,9 +28,8 @@ from tandemkv.server.evaluation.bench.decode_steps import (
     parse_result,
     trace_files,
 )
-from tandemkv.server.evaluation.bench.dummy_model import write_model_config
 from tandemkv.server.evaluation.bench.report import BenchError
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES, find_shape
+from tandemkv.server.plan.shape import BUILT_IN_CONFIGS, find_shape
 
 ROOT = Path(__file__).resolve().parents[4]
 POINTS = (Point(8, 8192), Point(8, 65536))
@@ -117,7 +121,7 @@ def test_rows_and_ratios_of_both_ways_to_run_steps(
 
     monkeypatch.setattr(decode, "run_child", child)
     run = DecodeRun(
-        shape=BUILT_IN_SHAPES["qwen3-8b"], tokenizer_dir=tmp_path, points=POINTS,
+        config=BUILT_IN_CONFIGS["qwen3-8b"], tokenizer_dir=tmp_path, points=POINTS,
         configurations={
             "dense-tp1": Configuration(is_reference=True), "ours": Configuration(),
         },
@@ -158,14 +162,14 @@ def test_labels(point: Point, label: str) -> None:
     assert point.label == label
 
 
-@pytest.mark.parametrize("name", list(BUILT_IN_SHAPES))
+@pytest.mark.parametrize("name", list(BUILT_IN_CONFIGS))
 def test_a_written_config_is_read_back_as_the_same_shape(name: str, tmp_path: Path) -> None:
-    write_model_config(BUILT_IN_SHAPES[name], tmp_path, max_context=65536 + 32)
+    write_model_config(BUILT_IN_CONFIGS[name], tmp_path, max_context=65536 + 32)
     shape = find_shape(str(tmp_path))
-    assert shape.weight_bytes == BUILT_IN_SHAPES[name].weight_bytes
-    assert shape.kv_token_bytes == BUILT_IN_SHAPES[name].kv_token_bytes
-    same = replace(shape, name=name, max_context=BUILT_IN_SHAPES[name].max_context)
-    assert same == BUILT_IN_SHAPES[name]
+    assert shape.weight_bytes == find_shape(name).weight_bytes
+    assert shape.kv_token_bytes == find_shape(name).kv_token_bytes
+    same = replace(shape, name=name, max_context=find_shape(name).max_context)
+    assert same == find_shape(name)
     spec = read_model_spec(tmp_path, dtype="bfloat16")
     assert spec.max_context == 131072
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] > 0

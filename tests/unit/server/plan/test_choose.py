@@ -33,11 +33,11 @@ from tandemkv.server.plan.constants import Constants
 from tandemkv.server.plan.cost import H200, predict_step
 from tandemkv.server.plan.footprint import GIB, USABLE_FRACTION, index_bytes, memory_of
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.plan.shape import find_shape
 from tandemkv.server.plan.workload import Workload
 from tandemkv.server.settings.sources import Sourced, load_settings
 
-QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+QWEN = find_shape("qwen3-8b")
 LOAD = Workload.from_selection(
     SelectionSettings(index_dtype="int4"), context_tokens=65536, concurrency=8
 )

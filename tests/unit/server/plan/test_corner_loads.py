@@ -13,10 +13,10 @@ from tandemkv.server.cli.commands import app
 from tandemkv.server.plan.choose import break_even_batch_tokens, break_even_tokens
 from tandemkv.server.plan.cost import predict_step
 from tandemkv.server.plan.placement import Placement, PlacementKind
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.plan.shape import find_shape
 from tandemkv.server.plan.workload import Workload
 
-QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+QWEN = find_shape("qwen3-8b")
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from tandemkv.server.plan.cost import (
     selection_us,
 )
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES, LinearShape, ModelShape
+from tandemkv.server.plan.shape import LinearShape, ModelShape, find_shape
 from tandemkv.server.plan.workload import Workload
 
-QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+QWEN = find_shape("qwen3-8b")
 DENSE, SEPARATE = PlacementKind.DENSE, PlacementKind.SEPARATE
 LOAD = Workload(
     context_tokens=65536, concurrency=8, num_resident=2052, exact_layers=(), index_dtype="int4"

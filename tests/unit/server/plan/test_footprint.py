@@ -26,7 +26,7 @@ from tandemkv.server.plan.footprint import (
 )
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import (
-    BUILT_IN_SHAPES,
+    BUILT_IN_CONFIGS,
     LinearShape,
     ModelShape,
     find_shape,
@@ -34,7 +34,7 @@ from tandemkv.server.plan.shape import (
 )
 from tandemkv.server.plan.workload import Workload
 
-QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+QWEN = find_shape("qwen3-8b")
 TINY = ModelShape(
     name="tiny", num_layers=2, hidden_size=8, num_qo_heads=4, num_kv_heads=2, head_dim=4,
     intermediate_size=16, vocab_size=10,
@@ -178,7 +178,7 @@ def test_windows_are_read_from_the_configuration() -> None:
     ("name", "billions"), [("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.53), ("llama-3.1-8b", 8.03)]
 )
 def test_built_in_shapes_have_the_published_parameter_counts(name: str, billions: float) -> None:
-    assert BUILT_IN_SHAPES[name].weight_bytes / 2 == pytest.approx(billions * 1e9, rel=2e-3)
+    assert find_shape(name).weight_bytes / 2 == pytest.approx(billions * 1e9, rel=2e-3)
 
 
 def test_separate_ranks_by_hand() -> None:
@@ -337,7 +337,7 @@ def test_memory_is_monotone(
 
 @given(gpus=st.integers(1, 64))
 def test_placements_have_heads_for_all_and_use_no_more_gpus(gpus: int) -> None:
-    for shape in BUILT_IN_SHAPES.values():
+    for shape in map(find_shape, BUILT_IN_CONFIGS):
         placements = possible_placements(shape, gpus)
         assert len({item.name for item in placements}) == len(placements)
         for item in placements:

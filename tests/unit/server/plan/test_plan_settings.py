@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from tandemkv.server.cli.commands import app
 from tandemkv.server.plan.footprint import memory_of
 from tandemkv.server.plan.placement import Placement, PlacementKind
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.plan.shape import find_shape
 from tandemkv.server.plan.workload import Workload
 
-QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+QWEN = find_shape("qwen3-8b")
 
 
 @pytest.fixture

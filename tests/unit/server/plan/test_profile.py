@@ -32,10 +32,10 @@ from tandemkv.server.plan.device_timings import DeviceTimings, Sizes
 from tandemkv.server.plan.footprint import GIB
 from tandemkv.server.plan.measure import ProfileError, Timed, take_measurements
 from tandemkv.server.plan.profile import Machine
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.plan.shape import find_shape
 from tandemkv.server.plan.workload import Workload
 
-QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+QWEN = find_shape("qwen3-8b")
 LOAD = Workload.from_selection(
     SelectionSettings(index_dtype="int4"), context_tokens=65536, concurrency=8
 )
