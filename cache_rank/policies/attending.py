@@ -9,15 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import (
-    Owner,
-    Policy,
-    PolicyError,
-    SeedInput,
-    Selection,
-    SelectionInput,
-    StoredKV,
-)
+from .base import Owner, Policy, SeedInput, StoredKV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +60,3 @@ class AttendingPolicy(Policy):
     def observe_stored(self, request: SeedInput) -> None:
         """Take note of the end of a prompt, its K and V included."""
         del request
-
-    def select(self, request: SelectionInput) -> Selection:
-        """Raise: what is chosen stays here.
-
-        Always raises `PolicyError`.
-        """
-        raise PolicyError(f"{type(self).__name__} attends, it selects nothing ({request.layer})")

@@ -8,7 +8,7 @@ All calls come from one thread.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -334,9 +334,12 @@ class Policy(ABC):
         whole = scores if scores.dim() == 3 else scores[None]
         return pool_positions(whole, *self.context.selection.pooled_positions).view(scores.shape)
 
-    @abstractmethod
     def select(self, request: SelectionInput) -> Selection:
-        """Choose the positions of one layer. Pure towards everything but the policy's own state."""
+        """Choose the positions of one layer. Pure towards everything but the policy's own state.
+
+        Raises `PolicyError` for a policy that selects nothing.
+        """
+        raise PolicyError(f"{type(self).__name__} selects nothing (layer={request.layer})")
 
     def observe_prompt(
         self, layer: int, owner: Owner, queries: torch.Tensor, positions: torch.Tensor
@@ -390,17 +393,6 @@ def keep_first(positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Replace all but the first `wanted` ``[S]`` of `positions` ``[S, H, K]`` by ``-1``."""
     ranks = torch.arange(positions.shape[-1], device=positions.device)
     return positions.masked_fill((ranks >= wanted[:, None])[:, None], -1)
-
-
-class UnselectivePolicy(Policy):
-    """A policy that selects nothing in decode."""
-
-    def select(self, request: SelectionInput) -> Selection:
-        """Raise: nobody may ask.
-
-        Always raises `PolicyError`.
-        """
-        raise PolicyError(f"{type(self).__name__} selects nothing (layer={request.layer})")
 
 
 def check_seed_queries(name: str, wanted: int, selection: SelectionSettings) -> None:

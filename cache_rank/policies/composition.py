@@ -138,6 +138,12 @@ def check_class(policy: type[Policy], name: str) -> None:
             f"policy={name}: Timing.SAME_STEP_ATTENTION is for subclasses of AttendingPolicy, and "
             "these have no other timing; change one of the two"
         )
+    chooses = policy.capabilities.selects and not policy.capabilities.attends
+    if chooses and not _differs(policy, Policy, "select"):
+        raise PolicyError(
+            f"policy={name}: it has a timing to select at, and no `select`; write one, or make it "
+            "a subclass of ScoringPolicy"
+        )
 
 
 def _differs(policy: type, base: type, name: str) -> bool:

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from tandemkv.cache_rank.protocol.messages import Timing
 
-from .base import PolicyCapabilities, UnselectivePolicy
+from .base import Policy, PolicyCapabilities
 
 
-class ExactPolicy(UnselectivePolicy):
+class ExactPolicy(Policy):
     """Attends to all tokens in every layer, as dense attention does."""
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from tandemkv.cache_rank.protocol.messages import Timing
 
-from .base import PolicyCapabilities, UnselectivePolicy
+from .base import Policy, PolicyCapabilities
 
 
-class StreamingPolicy(UnselectivePolicy):
+class StreamingPolicy(Policy):
     """Sink and recent tokens; the rest is never looked at (except in `exact_layers`).
 
     References

@@ -190,6 +190,15 @@ def test_registry_key_is_the_module(name):
     assert isinstance(found.capabilities, PolicyCapabilities)
 
 
+class NoSelect(Policy):
+    capabilities = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
+
+
+def test_a_policy_that_selects_with_no_method_for_it_is_refused():
+    with pytest.raises(PolicyError, match="has a timing to select at, and no `select`"):
+        find_policy(f"{__name__}:NoSelect")
+
+
 def test_registry_takes_your_own_and_lists_names_on_a_miss(make_bench):
     context = make_bench("oracle").context
     assert isinstance(find_policy(f"{__name__}:OwnPolicy")(context), OwnPolicy)

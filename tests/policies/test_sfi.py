@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.policies.base import PolicyError, SeedInput, StoredKV
-from tandemkv.cache_rank.policies.sfi_selector import (
+from tandemkv.cache_rank.policies.sfi import (
     exclude_across_heads,
     fuse,
     power_mean_evidence,
