@@ -17,8 +17,8 @@ from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.step_trace import traced_beside
-from tandemkv.server.evaluation.bench.cache_rank import cache_rank_beside
 from tandemkv.server.evaluation.bench.configurations import BUILT_IN, Configuration
+from tandemkv.server.evaluation.bench.decode import cache_rank_beside
 from tandemkv.server.settings.launch_settings import ServeSettings
 
 
