@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from tandemkv.server.evaluation.quality.quarters import by_quarter
 from tandemkv.server.evaluation.quality.results import Answer
+from tandemkv.server.evaluation.quality.summary import by_quarter
 
 
 def answer(levels: list[float], best: list[int] | None = None) -> Answer:

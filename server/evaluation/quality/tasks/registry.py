@@ -20,9 +20,8 @@ from .base import Task, TaskInputs
 from .forced_text import FORCED_TASKS, LONG_TASKS
 from .jsonl_file import jsonl_task
 from .multi_document_qa import MULTI_DOCUMENT_QA
-from .needles import NEEDLE_TASKS
+from .needles import NEEDLE_TASKS, VARIABLE_TRACKING
 from .numbers import NUMBER_TASKS
-from .variable_tracking import VARIABLE_TRACKING
 
 TASKS: dict[str, Task] = {
     task.name: task
