@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 
-from .profile import Line, Measured
+from .profile import Measured
 
 if TYPE_CHECKING:
     from .device_timings import DeviceTimings
@@ -24,6 +24,13 @@ LAYER_BATCHES = (1, 8)
 
 class ProfileError(TandemKVError):
     """A machine could not be measured."""
+
+
+class Line(NamedTuple):
+    """Time of an operation: a fixed part in us, and bytes over a bandwidth (bytes per second)."""
+
+    fixed_us: float
+    bandwidth: float
 
 
 class Timed(NamedTuple):
@@ -68,18 +75,21 @@ def take_measurements(timings: DeviceTimings, progress: Callable[[str], None]) -
         attention_by=timings.attention_by,
         copy_bandwidth=copy.bandwidth,
         weight_bandwidth=weights.bandwidth,
-        layer_us=layer_us,
+        layer_overhead_us=layer_us,
         request_layer_us=request_us,
-        attention=attention,
-        scan_int4=scan,
-        scan_native=native,
-        scan_int8=int8,
-        topk=topk,
-        predict_us=max(0.0, predict.us - predict.num_bytes / weights.bandwidth * 1e6),
+        attention_fixed_us=attention.fixed_us,
+        attention_bandwidth=attention.bandwidth,
+        scan_fixed_us=scan.fixed_us,
+        scan_bandwidth_int4=scan.bandwidth,
+        scan_bandwidth_native=native,
+        scan_bandwidth_int8=int8,
+        topk_fixed_us=topk.fixed_us,
+        topk_bandwidth=topk.bandwidth,
+        selection_fixed_us=max(0.0, predict.us - predict.num_bytes / weights.bandwidth * 1e6),
         gather_us=timings.gather().us,
         samples_bandwidth=samples.bandwidth,
         host_bandwidth=None if host is None else host.bandwidth,
-        peer_bandwidth=None if peer is None else peer.bandwidth,
+        exchange_bandwidth=None if peer is None else peer.bandwidth,
     )
 
 

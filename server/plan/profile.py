@@ -46,15 +46,11 @@ class Machine(_Model):
         return ", ".join(f"{k} {theirs[k]} (here {own[k]})" for k in own if own[k] != theirs[k])
 
 
-class Line(_Model):
-    """Time of an operation: a fixed part, and bytes over a bandwidth (bytes per second)."""
-
-    fixed_us: Microseconds
-    bandwidth: Bandwidth
-
-
 class Measured(_Model):
     """What was timed. Times are in us, bandwidths in bytes per second.
+
+    Fields that `CostConstants` has as well are what it has them for; the scans of native and int8
+    keys were taken to have the fixed part of that of int4 keys, and samples that of the cost model.
 
     Attributes
     ----------
@@ -62,44 +58,45 @@ class Measured(_Model):
         Whose kernel attended.
     copy_bandwidth : float
         Within the GPU's memory, bytes read and written together.
-    weight_bandwidth : float
-        Reading matrices in products with a few tokens.
-    layer_us, request_layer_us : float
-        A layer without weights and attention, and what each request adds to it: torch operations
-        of a layer's shape stand for SGLang's.
-    attention, scan_int4, topk : Line
-        Over K and V, keys of the index, and 4 bytes for each key that is chosen from.
-    scan_native, scan_int8, samples_bandwidth : float
-        With the fixed part of `scan_int4`, and of the cost model.
-    predict_us : float
-        A predicted query without the reading of its matrix.
-    gather_us : float
-        Difference to what is resident, and copy of the rows that are missing.
-    host_bandwidth, peer_bandwidth : float, optional
-        From pinned host memory, and from the second GPU, to the first.
+    layer_overhead_us, request_layer_us : float
+        Torch operations of a layer's shape stand for SGLang's.
+    exchange_bandwidth, host_bandwidth : float, optional
+        From the second GPU, and from pinned host memory, to the first.
     """
 
     attention_by: Literal["flashinfer", "tandemkv"]
     copy_bandwidth: Bandwidth
     weight_bandwidth: Bandwidth
-    layer_us: Microseconds
+    layer_overhead_us: Microseconds
     request_layer_us: Microseconds
-    attention: Line
-    scan_int4: Line
-    scan_native: Bandwidth
-    scan_int8: Bandwidth
-    topk: Line
-    predict_us: Microseconds
+    attention_fixed_us: Microseconds
+    attention_bandwidth: Bandwidth
+    scan_fixed_us: Microseconds
+    scan_bandwidth_int4: Bandwidth
+    scan_bandwidth_native: Bandwidth
+    scan_bandwidth_int8: Bandwidth
+    topk_fixed_us: Microseconds
+    topk_bandwidth: Bandwidth
+    selection_fixed_us: Microseconds
     gather_us: Microseconds
     samples_bandwidth: Bandwidth
+    exchange_bandwidth: Bandwidth | None = None
     host_bandwidth: Bandwidth | None = None
-    peer_bandwidth: Bandwidth | None = None
+
+    def constants(self) -> dict[str, float]:
+        """Return the constants of the cost model that were measured, by name."""
+        known = {field.name for field in fields(CostConstants)}
+        found = self.model_dump(include=known, exclude_none=True)
+        if self.exchange_bandwidth is not None:
+            # Of several nothing is timed: where they share a bus they bring no more than one.
+            found["receive_bandwidth"] = self.exchange_bandwidth
+        return found
 
 
 class MachineProfile(_Model):
     """A measurement as it is kept."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     machine: Machine
     taken_at: Text
     measured: Measured
@@ -111,61 +108,35 @@ class MachineProfile(_Model):
 
     def constants(self) -> CostConstants:
         """Return the cost model's constants: what was measured, and the rest of one H200."""
-        return replace(H200, **_measured_constants(self.measured), origin=self.origin)
+        return replace(H200, **self.measured.constants(), origin=self.origin)
 
     def kept(self) -> tuple[str, ...]:
         """Names of the constants that stay an H200's: they cannot be timed by themselves."""
-        measured = _measured_constants(self.measured)
+        measured = self.measured.constants()
         return tuple(f.name for f in fields(H200) if f.name not in measured and f.name != "origin")
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield what a person reads: a name, and a value with its unit."""
         found = self.measured
-
-        def line(value: Line) -> str:
-            return f"{value.fixed_us:.1f} us + {_gb(value.bandwidth)}"
-
+        attention = _gb(found.attention_bandwidth, found.attention_fixed_us)
         yield "copy within memory, read and written", _gb(found.copy_bandwidth)
         yield "reading of weights", _gb(found.weight_bandwidth)
-        each = f"{found.layer_us:.1f} us + {found.request_layer_us:.2f} us a request"
+        each = f"{found.layer_overhead_us:.1f} us + {found.request_layer_us:.2f} us a request"
         yield "a layer without weights and attention (stand-in)", each
-        yield f"decode attention ({found.attention_by})", line(found.attention)
-        yield "scan of keys, int4", line(found.scan_int4)
-        yield "scan of keys, int8", _gb(found.scan_int8)
-        yield "scan of keys, native", _gb(found.scan_native)
-        yield "choice of the best keys", line(found.topk)
-        yield "predicted query", f"{found.predict_us:.1f} us"
+        yield f"decode attention ({found.attention_by})", attention
+        yield "scan of keys, int4", _gb(found.scan_bandwidth_int4, found.scan_fixed_us)
+        yield "scan of keys, int8", _gb(found.scan_bandwidth_int8)
+        yield "scan of keys, native", _gb(found.scan_bandwidth_native)
+        yield "choice of the best keys", _gb(found.topk_bandwidth, found.topk_fixed_us)
+        yield "predicted query", f"{found.selection_fixed_us:.1f} us"
         yield "resident set: difference and rows", f"{found.gather_us:.1f} us"
         yield "attention to samples", _gb(found.samples_bandwidth)
         if found.host_bandwidth is not None:
             yield "pinned host memory to GPU (nothing is placed by it)", _gb(found.host_bandwidth)
-        peer = found.peer_bandwidth
+        peer = found.exchange_bandwidth
         yield "second GPU to first", "not measured" if peer is None else _gb(peer)
 
 
-def _gb(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:.0f} GB/s"
-
-
-def _measured_constants(found: Measured) -> dict[str, float]:
-    constants = {
-        "weight_bandwidth": found.weight_bandwidth,
-        "layer_overhead_us": found.layer_us,
-        "request_layer_us": found.request_layer_us,
-        "attention_fixed_us": found.attention.fixed_us,
-        "attention_bandwidth": found.attention.bandwidth,
-        "scan_fixed_us": found.scan_int4.fixed_us,
-        "scan_bandwidth_native": found.scan_native,
-        "scan_bandwidth_int8": found.scan_int8,
-        "scan_bandwidth_int4": found.scan_int4.bandwidth,
-        "topk_fixed_us": found.topk.fixed_us,
-        "topk_bandwidth": found.topk.bandwidth,
-        "selection_fixed_us": found.predict_us,
-        "gather_us": found.gather_us,
-        "samples_bandwidth": found.samples_bandwidth,
-    }
-    if found.peer_bandwidth is not None:
-        constants["exchange_bandwidth"] = found.peer_bandwidth
-        # Of several nothing is timed: where they share a bus they bring no more than one.
-        constants["receive_bandwidth"] = found.peer_bandwidth
-    return constants
+def _gb(bandwidth: float, fixed_us: float | None = None) -> str:
+    fixed = "" if fixed_us is None else f"{fixed_us:.1f} us + "
+    return f"{fixed}{bandwidth / 1e9:.0f} GB/s"

@@ -223,7 +223,7 @@ def test_a_profile_of_another_machine_is_not_used(change: dict[str, str], said: 
     [
         (lambda text: text[:-20], "Invalid JSON"),
         (lambda text: "", "Invalid JSON"),
-        (lambda text: text.replace('"schema_version":1', '"schema_version":2'), "schema_version"),
+        (lambda text: text.replace('"schema_version":2', '"schema_version":1'), "schema_version"),
         (lambda text: text.replace('"gather_us"', '"gathering_us"'), "measured.gather"),
         (lambda text: text.replace('"copy_bandwidth":', '"copy_bandwidth":-'), "copy_bandwidth"),
         (lambda text: text + " " * 70000, "more than 65536 bytes"),
