@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from pydantic import ValidationError
@@ -22,7 +22,8 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
 )
 from tandemkv.server.evaluation.grid import explained
 
-DENSE = "dense"
+DENSE, ALL = "dense", "all"
+_ATTENDS_TO_ALL = "everything is attended to"
 System = Literal["tandemkv", "sglang", "kvpress"]
 Scalar = str | int | float | bool | None
 Setting = str | int | float | bool | list[int] | dict[str, Scalar | list[Scalar]] | None
@@ -161,7 +162,36 @@ def plan(
 
 def dense_of(num_layers: int) -> Configuration:
     """Return what others are compared with."""
-    return _attends_to_all("sglang", DENSE, num_layers)
+    return Configuration(
+        system="sglang",
+        policy=DENSE,
+        budget=ALL,
+        attended_tokens=None,
+        num_layers=num_layers,
+        sees_question=_ATTENDS_TO_ALL,
+    )
+
+
+def configuration_of(
+    settings: SelectionSettings, budget: str, num_layers: int, **more: Any
+) -> Configuration:
+    """Return the configuration of decided settings; `more` are fields that they do not tell."""
+    declared = find_policy(settings.policy).capabilities
+    remote = settings.budget_tokens if declared.timing is Timing.SAME_STEP_ATTENTION else 0
+    layers = set(range(num_layers))
+    exact = layers if declared.all_exact else layers & set(settings.exact_layer_ids)
+    sees = "chosen anew in decode" if declared.selects else "no: by position, whatever is asked"
+    return Configuration(
+        system="tandemkv",
+        policy=settings.policy,
+        budget=budget,
+        attended_tokens=None if declared.all_exact else settings.row_tokens + remote,
+        remote_tokens=remote,
+        num_layers=num_layers,
+        exact_layers=sorted(exact),
+        sees_question=_ATTENDS_TO_ALL if declared.all_exact else sees,
+        **more,
+    )
 
 
 def _split(text: str) -> tuple[str, dict[str, str]]:
@@ -196,24 +226,12 @@ def _of_policy(
     policy: str, budgets: Sequence[Budget], num_layers: int, base: Mapping[str, object]
 ) -> list[Configuration]:
     if find_policy(policy).capabilities.all_exact:
-        found = _attends_to_all("tandemkv", policy, num_layers)
-        exact, given = list(range(num_layers)), _given(_settings(policy, base))
-        return [msgspec.structs.replace(found, exact_layers=exact, selection=given)]
+        settings = _settings(policy, base)
+        return [configuration_of(settings, ALL, num_layers, selection=_given(settings))]
     if not budgets:
         raise SettingsError(f"policy={policy} needs a budget: --budgets 12.5% or --budgets 512")
     _check_names(policy, base)
     return [_sparse(policy, budget, num_layers, base) for budget in budgets]
-
-
-def _attends_to_all(system: System, policy: str, num_layers: int) -> Configuration:
-    return Configuration(
-        system=system,
-        policy=policy,
-        budget="all",
-        attended_tokens=None,
-        num_layers=num_layers,
-        sees_question="everything is attended to",
-    )
 
 
 def _check_names(policy: str, base: Mapping[str, object]) -> None:
@@ -225,17 +243,6 @@ def _check_names(policy: str, base: Mapping[str, object]) -> None:
             f"policy={policy}: no setting {name} of selection, and no such option of this policy; "
             + (f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings` has all")
         )
-
-
-def exact_among(settings: SelectionSettings, num_layers: int) -> list[int]:
-    """Return which of a model's layers `settings` name as exact."""
-    return sorted(set(settings.exact_layer_ids) & set(range(num_layers)))
-
-
-def knows_question(policy: str) -> str:
-    """Return what the report says of a policy that does not attend to everything."""
-    selects = find_policy(policy).capabilities.selects
-    return "chosen anew in decode" if selects else "no: by position, whatever is asked"
 
 
 def _sparse(
@@ -265,24 +272,13 @@ def _sparse(
             f"resident_factor={factor:g}: {error}; where it is too small, --set "
             "selection.num_recent_tokens=16 makes room"
         ) from error
-    remote = settings.budget_tokens if is_remote else 0
-    attended = settings.row_tokens + remote
-    if attended > budget.tokens:
+    found = configuration_of(settings, budget.text, num_layers, selection=_given(settings))
+    if (found.attended_tokens or 0) > budget.tokens:
         raise SettingsError(
-            f"policy={policy} attends to {attended} tokens with budget={budget.text}; its budget "
-            "cannot be set from here"
+            f"policy={policy} attends to {found.attended_tokens} tokens with budget={budget.text}; "
+            "its budget cannot be set from here"
         )
-    return Configuration(
-        system="tandemkv",
-        policy=policy,
-        budget=budget.text,
-        attended_tokens=attended,
-        remote_tokens=remote,
-        num_layers=num_layers,
-        exact_layers=exact_among(settings, num_layers),
-        selection=_given(settings),
-        sees_question=knows_question(policy),
-    )
+    return found
 
 
 def _divide(

@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from tandemkv.cache_rank.policies.registry import find_policy, read_by, resolve_selection
+from tandemkv.cache_rank.policies.registry import read_by, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.models.index_channels import num_index_channels
 from tandemkv.server.evaluation.grid import describe_setting, read_grid, setting_name
 from tandemkv.server.evaluation.provenance import without_paths
 from tandemkv.server.settings.launch_settings import ServeSettings
 
-from .configurations import Configuration, Setting, exact_among, knows_question
+from .configurations import Configuration, Setting, configuration_of
 
 AS_SERVED = "as served"
 """Budget of the configuration that `serve` chooses."""
@@ -62,17 +62,11 @@ def open_configuration(
 
     `resolved` are the settings as `serve` decides them.
     """
-    selection = resolved.selection
-    all_exact = find_policy(selection.policy).capabilities.all_exact
-    return Configuration(
-        system="tandemkv",
-        policy=selection.policy,
-        budget=budget,
-        attended_tokens=None if all_exact else selection.row_tokens,
-        num_layers=num_layers,
-        exact_layers=list(range(num_layers)) if all_exact else exact_among(selection, num_layers),
+    return configuration_of(
+        resolved.selection,
+        budget,
+        num_layers,
         selection=msgspec.to_builtins(dict(values)),
-        sees_question=knows_question(selection.policy),
         is_open=True,
         resolved=named(resolved),
     )
