@@ -161,17 +161,16 @@ def predict_step(
     The batch is the `concurrency` of `load`, the length its `context_tokens`. While everything is
     resident nothing is selected and no layer is exact.
     """
+    layer = LayerTimes(shape, load, cost)
     tp_size, layers, batch = placement.tp_size, shape.num_layers, load.concurrency
     per_request = cost.request_layer_us if tp_size == 1 else cost.tp_request_layer_us
     weights_us = shape.step_weight_bytes(batch) / tp_size / cost.weight_bandwidth * 1e6
     overhead_us = layers * (cost.layer_overhead_us + batch * per_request)
     shards = min(tp_size, shape.num_kv_heads)  # more GPUs have the same heads again
-    dense_us = attention_us(shape, batch, load.context_tokens, shards, cost)
+    dense_us = layer.attention_us(load.context_tokens, shards)
     full = shape.num_full_layers
-    window_tokens = min(load.context_tokens, shape.window)
-    windows = len(shape.windowed_layers)
-    others_us = windows * attention_us(shape, batch, window_tokens, shards, cost)
-    others_us += states_us(shape, batch, tp_size, cost)
+    window_us = layer.attention_us(min(load.context_tokens, shape.window), shards)
+    others_us = len(shape.windowed_layers) * window_us + layer.states_us(tp_size)
     if placement.kind is PlacementKind.DENSE or not load.is_sparse:
         return StepTime(
             weights_ms=weights_us / 1e3,
@@ -182,23 +181,20 @@ def predict_step(
     exact = min(len(set(load.exact_layers) - set(shape.other_layers)), full)
     exact = full if load.all_exact else exact
     sparse = full - exact
-    set_tokens = min(load.context_tokens, load.set_tokens)
-    resident_us = attention_us(shape, batch, set_tokens, shards, cost)
-    beside_us = samples_us(shape, load, shards, cost)
+    resident_us = layer.attention_us(min(load.context_tokens, load.set_tokens), shards)
+    beside_us = layer.samples_us(shards)
     resident_us += beside_us - cost.samples_overlap * min(resident_us, beside_us)
-    model_us = (weights_us + overhead_us) / layers + resident_us
     # What follows an anchor takes its rows and no more.
     num_scanned = load.num_scanned(layers, shape.other_layers)
     scanned = min(1.0, num_scanned / max(1, sparse))
     if placement.kind is PlacementKind.IN_PROCESS:
-        select_us, exposed_us = _own_selection(placement, shape, load, scanned, cost)
+        select_us, exposed_us = layer.own_selection(shards, scanned)
         exact_us = dense_us
     else:
-        select_us, exposed_us = _remote_selection(
-            placement, shape, load, scanned, model_us=model_us, sparse=sparse, cost=cost
-        )
+        model_us = (weights_us + overhead_us) / layers + resident_us
+        select_us, exposed_us = layer.remote_selection(placement, scanned, sparse, model_us)
         # The query goes there, its output comes back.
-        exact_us = 2 * cost.handover_us + _remote_attention_us(placement, shape, load, cost)
+        exact_us = 2 * cost.handover_us + layer.remote_attention_us(placement)
     if not load.selects:
         select_us = exposed_us = 0.0
     return StepTime(
@@ -211,146 +207,129 @@ def predict_step(
     )
 
 
-def _own_selection(
-    placement: Placement, shape: ModelShape, load: Workload, scanned: float, cost: CostConstants
-) -> tuple[float, float]:
-    """Return a layer's selection on the model's GPU, and what of it shows, in us.
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Times of the parts of one layer, in us. `num_shards` GPUs have a part of its heads each."""
 
-    `scanned` is the share of the layers whose keys are scanned.
-    """
-    rest_us = (1 - scanned) * gather_us(load, cost)
-    shards = min(placement.tp_size, shape.num_kv_heads)
-    whole_us = selection_us(shape, load, shards, cost, load.own_predictor_dtype)
-    select_us = scanned * whole_us + rest_us
-    if load.waits:
-        return select_us, select_us - rest_us * cost.in_process_overlap
-    scanned_us = scanned * (scan_us(shape, load, shards, cost) - cost.scan_fixed_us)
-    exposed_us = scanned_us * (1 - cost.scan_overlap)
-    return select_us, exposed_us + (select_us - scanned_us) * (1 - cost.in_process_overlap)
+    shape: ModelShape
+    load: Workload
+    cost: CostConstants = H200
 
+    def own_selection(self, num_shards: int, scanned: float) -> tuple[float, float]:
+        """Return a selection on the model's GPU, and what of it shows.
 
-def _remote_selection(
-    placement: Placement,
-    shape: ModelShape,
-    load: Workload,
-    scanned: float,
-    *,
-    model_us: float,
-    sparse: int,
-    cost: CostConstants,
-) -> tuple[float, float]:
-    """Return a layer's selection on a cache GPU, and what of it shows, in us.
+        `scanned` is the share of the layers whose keys are scanned.
+        """
+        cost, load = self.cost, self.load
+        rest_us = (1 - scanned) * self.gather_us
+        select_us = scanned * self.selection_us(num_shards, load.own_predictor_dtype) + rest_us
+        if load.waits:
+            return select_us, select_us - rest_us * cost.in_process_overlap
+        scanned_us = scanned * (self.scan_us(num_shards) - cost.scan_fixed_us)
+        exposed_us = scanned_us * (1 - cost.scan_overlap)
+        return select_us, exposed_us + (select_us - scanned_us) * (1 - cost.in_process_overlap)
 
-    `model_us` is the model's own time a layer, `sparse` the number of layers that select.
-    """
-    parts = _num_parts(placement, shape)
-    own_us = selection_us(shape, load, parts, cost, load.predictor_dtype)
-    rows_us = exchange_us(shape, load, placement.tp_size, cost, parts)
-    select_us = scanned * own_us + (1 - scanned) * gather_us(load, cost) + rows_us
-    own_us += rows_us
-    if load.waits:
-        return select_us, cost.handover_us + scanned * own_us
-    # An anchor's selection has one layer to hide behind, however few anchors there are.
-    exposed_us = scanned * max(cost.handover_us, own_us - model_us)
-    exposed_us += (1 - scanned) * cost.handover_us
-    # Of the first layer, which has none before it to hide behind, unless the last step has selected
-    # for it; beside that step's logits one layer hides.
-    has_exact = sparse < shape.num_layers
-    if not has_exact and not load.num_late:
-        exposed_us += own_us / max(1, sparse)
-    return select_us, exposed_us
+    def remote_selection(
+        self, placement: Placement, scanned: float, sparse: int, model_us: float
+    ) -> tuple[float, float]:
+        """Return a selection on a cache GPU, and what of it shows.
 
+        `model_us` is the model's own time a layer, `sparse` the number of layers that select.
+        """
+        cost, load, parts = self.cost, self.load, self._num_parts(placement)
+        own_us = self.selection_us(parts, load.predictor_dtype)
+        rows_us = self.exchange_us(placement.tp_size, parts)
+        select_us = scanned * own_us + (1 - scanned) * self.gather_us + rows_us
+        own_us += rows_us
+        if load.waits:
+            return select_us, cost.handover_us + scanned * own_us
+        # An anchor's selection has one layer to hide behind, however few anchors there are.
+        exposed_us = scanned * max(cost.handover_us, own_us - model_us)
+        exposed_us += (1 - scanned) * cost.handover_us
+        # Of the first layer, which has none before it to hide behind, unless the last step has
+        # selected for it; beside that step's logits one layer hides.
+        has_exact = sparse < self.shape.num_layers
+        if not has_exact and not load.num_late:
+            exposed_us += own_us / max(1, sparse)
+        return select_us, exposed_us
 
-def _num_parts(placement: Placement, shape: ModelShape) -> float:
-    """Return as what fraction of the KV heads the cache GPU with the most of them has."""
-    return shape.num_kv_heads / math.ceil(shape.num_kv_heads / placement.num_cache_gpus)
+    def _num_parts(self, placement: Placement) -> float:
+        """Return as what fraction of the KV heads the cache GPU with the most of them has."""
+        heads = self.shape.num_kv_heads
+        return heads / math.ceil(heads / placement.num_cache_gpus)
 
+    def remote_attention_us(self, placement: Placement) -> float:
+        """Return the time of an exact layer's attention where the K/V are.
 
-def _remote_attention_us(
-    placement: Placement, shape: ModelShape, load: Workload, cost: CostConstants
-) -> float:
-    """Return the time of an exact layer's attention where the K/V are, in us.
+        Of several cache GPUs one has the layer, and the others read it over NVLink.
+        """
+        parts, tokens = self._num_parts(placement), self.load.context_tokens
+        size = self.load.concurrency * tokens * self.shape.kv_layer_token_bytes / parts
+        far_us = self.cost.attention_fixed_us + size / self.cost.exchange_bandwidth * 1e6
+        here = placement.tp_size / placement.num_cache_gpus
+        return here * self.attention_us(tokens, parts) + (1 - here) * far_us
 
-    Of several cache GPUs one has the layer, and the others read it over NVLink.
-    """
-    parts, batch = _num_parts(placement, shape), load.concurrency
-    near_us = attention_us(shape, batch, load.context_tokens, parts, cost)
-    size = batch * load.context_tokens * shape.kv_layer_token_bytes / parts
-    far_us = cost.attention_fixed_us + size / cost.exchange_bandwidth * 1e6
-    here = placement.tp_size / placement.num_cache_gpus
-    return here * near_us + (1 - here) * far_us
+    def attention_us(self, tokens: int, num_shards: float) -> float:
+        """Return the time of decode attention over `tokens` tokens of each request."""
+        size = self.load.concurrency * tokens * self.shape.kv_layer_token_bytes / num_shards
+        return self.cost.attention_fixed_us + size / self.cost.attention_bandwidth * 1e6
 
+    def states_us(self, num_shards: float) -> float:
+        """Return the time in which all layers of linear attention read and write their states.
 
-def attention_us(
-    shape: ModelShape, batch: int, tokens: int, num_shards: float, cost: CostConstants
-) -> float:
-    """Return the time of one layer's decode attention over `tokens` tokens of each request."""
-    size = batch * tokens * shape.kv_layer_token_bytes / num_shards
-    return cost.attention_fixed_us + size / cost.attention_bandwidth * 1e6
+        An estimate: it was not measured. A kernel's fixed part is taken to be that of attention.
+        """
+        size = 2 * self.load.concurrency * self.shape.state_bytes / num_shards
+        fixed = len(self.shape.linear_layers) * self.cost.attention_fixed_us
+        return fixed + size / self.cost.attention_bandwidth * 1e6
 
+    def selection_us(self, num_shards: float, predictor_dtype: str = "native") -> float:
+        """Return the time to predict, scan, choose and gather on one shard.
 
-def states_us(shape: ModelShape, batch: int, num_shards: float, cost: CostConstants) -> float:
-    """Return the time in which all layers of linear attention read and write their states.
+        `predictor_dtype` is that of the W_q that is read, a copy unless ``native``.
+        """
+        shape, cost = self.shape, self.cost
+        size = shape.predictor_copy_bytes(predictor_dtype)
+        predictor = size / shape.num_full_layers / num_shards / cost.weight_bandwidth
+        topk = self._num_keys(num_shards) * 4 / cost.topk_bandwidth
+        fixed = cost.selection_fixed_us + cost.topk_fixed_us + self.gather_us
+        return (predictor + topk) * 1e6 + self.scan_us(num_shards) + fixed
 
-    An estimate: it was not measured. A kernel's fixed part is taken to be that of attention.
-    """
-    size = 2 * batch * shape.state_bytes / num_shards
-    fixed = len(shape.linear_layers) * cost.attention_fixed_us
-    return fixed + size / cost.attention_bandwidth * 1e6
+    def _num_keys(self, num_shards: float) -> float:
+        """Return the keys of one shard, of all requests."""
+        keys = self.load.concurrency * self.load.context_tokens * self.shape.num_kv_heads
+        return keys / num_shards
 
+    def samples_us(self, num_shards: float) -> float:
+        """Return the time of attention over samples, alone, merged into the other."""
+        if not self.load.num_samples:
+            return 0.0
+        tokens = self.load.concurrency * self.load.num_samples
+        size = tokens * self.shape.kv_layer_token_bytes / num_shards
+        return self.cost.samples_fixed_us + size / self.cost.samples_bandwidth * 1e6
 
-def selection_us(
-    shape: ModelShape,
-    load: Workload,
-    num_shards: float,
-    cost: CostConstants,
-    predictor_dtype: str = "native",
-) -> float:
-    """Return the time to predict, scan, choose and gather for one layer on one of its shards.
+    @property
+    def gather_us(self) -> float:
+        """Time to compare a choice with its mirror and to copy what is missing."""
+        return self.cost.gather_us + (self.cost.sample_weights_us if self.load.num_samples else 0.0)
 
-    `predictor_dtype` is that of the W_q that is read, a copy unless ``native``.
-    """
-    size = shape.predictor_copy_bytes(predictor_dtype)
-    predictor = size / shape.num_full_layers / num_shards / cost.weight_bandwidth
-    keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
-    scan = scan_us(shape, load, num_shards, cost)
-    topk = keys * 4 / cost.topk_bandwidth
-    fixed = cost.selection_fixed_us + cost.topk_fixed_us + gather_us(load, cost)
-    return (predictor + topk) * 1e6 + scan + fixed
+    def exchange_us(self, tp_size: int, num_parts: float = 1) -> float:
+        """Return the time of the rows to each of the model's GPUs, of which there are `tp_size`.
 
+        Every head fetches its cap. A cache GPU sends one of `num_parts` parts, and all that a GPU
+        of the model needs comes to it.
+        """
+        tokens = self.load.concurrency * self.load.fetch_cap_tokens
+        size = tokens * self.shape.kv_layer_token_bytes
+        sent_s = size / max(num_parts, tp_size) / self.cost.exchange_bandwidth
+        received_s = size / tp_size / self.cost.receive_bandwidth
+        return max(sent_s, received_s) * 1e6
 
-def samples_us(shape: ModelShape, load: Workload, num_shards: float, cost: CostConstants) -> float:
-    """Return the time of one layer's attention over samples, alone, merged into the other."""
-    if not load.num_samples:
-        return 0.0
-    size = load.concurrency * load.num_samples * shape.kv_layer_token_bytes / num_shards
-    return cost.samples_fixed_us + size / cost.samples_bandwidth * 1e6
-
-
-def gather_us(load: Workload, cost: CostConstants) -> float:
-    """Return the time to compare a layer's choice with its mirror and to copy what is missing."""
-    return cost.gather_us + (cost.sample_weights_us if load.num_samples else 0.0)
-
-
-def exchange_us(
-    shape: ModelShape, load: Workload, tp_size: int, cost: CostConstants, num_parts: float = 1
-) -> float:
-    """Return the time of one layer's rows to each of the model's GPUs, in us.
-
-    Every head fetches its cap. A cache GPU sends one of `num_parts` parts, and all that a GPU of
-    the model needs comes to it.
-    """
-    size = load.concurrency * load.fetch_cap_tokens * shape.kv_layer_token_bytes
-    sent_s = size / max(num_parts, tp_size) / cost.exchange_bandwidth
-    received_s = size / tp_size / cost.receive_bandwidth
-    return max(sent_s, received_s) * 1e6
-
-
-def scan_us(shape: ModelShape, load: Workload, num_shards: float, cost: CostConstants) -> float:
-    """Return the time to score every key of one layer on one of its shards."""
-    keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
-    size = keys * load.index_head_token_bytes(shape)
-    if load.index_channels is not None:
-        dropped = shape.head_dim / load.index_channels - 1
-        size *= 1 + cost.scan_token_share * dropped
-    return cost.scan_fixed_us + size / cost.scan_bandwidth(load.index_dtype) * 1e6
+    def scan_us(self, num_shards: float) -> float:
+        """Return the time to score every key of one shard."""
+        load, cost = self.load, self.cost
+        size = self._num_keys(num_shards) * load.index_head_token_bytes(self.shape)
+        if load.index_channels is not None:
+            dropped = self.shape.head_dim / load.index_channels - 1
+            size *= 1 + cost.scan_token_share * dropped
+        return cost.scan_fixed_us + size / cost.scan_bandwidth(load.index_dtype) * 1e6

@@ -13,12 +13,8 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSetting
 from tandemkv.server.plan.cost import (
     H200,
     CostConstants,
-    attention_us,
-    exchange_us,
+    LayerTimes,
     predict_step,
-    samples_us,
-    scan_us,
-    selection_us,
 )
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import LinearShape, ModelShape, find_shape
@@ -98,16 +94,18 @@ def test_dense_by_hand() -> None:
 def test_selection_by_hand() -> None:
     keys = 3 * 100 * 2
     expected = 2 * 5 * 2 + keys * 4 + keys * 4 + 17 + 7 + 13 + 19  # W_q + norm, scan, top-k, fixed
-    assert selection_us(TINY, TINY_LOAD, 1, UNIT) == pytest.approx(expected)
+    assert LayerTimes(TINY, TINY_LOAD, UNIT).selection_us(1) == pytest.approx(expected)
     # Four rows of two int8 and a float32 each, and the norm.
     far = expected - 2 * 5 * 2 + 4 * (2 + 4) + 2 * 2
-    assert selection_us(TINY, TINY_LOAD, 1, UNIT, predictor_dtype="int8") == pytest.approx(far)
+    assert LayerTimes(TINY, TINY_LOAD, UNIT).selection_us(
+        1, predictor_dtype="int8"
+    ) == pytest.approx(far)
 
 
 def test_in_process_exposes_what_does_not_overlap() -> None:
     step = predict_step(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), TINY, TINY_LOAD, UNIT)
-    total = selection_us(TINY, TINY_LOAD, 1, UNIT)
-    read = scan_us(TINY, TINY_LOAD, 1, UNIT) - 17
+    total = LayerTimes(TINY, TINY_LOAD, UNIT).selection_us(1)
+    read = LayerTimes(TINY, TINY_LOAD, UNIT).scan_us(1) - 17
     assert step.selection_ms * 1e3 == pytest.approx(total)
     assert step.exposed_selection_ms * 1e3 == pytest.approx(0.5 * read + 0.75 * (total - read))
     assert step.attention_ms == pytest.approx((1 + 3 * 10 * 16) / 1e3)
@@ -118,11 +116,11 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1)
     step = predict_step(placement, TINY, TINY_LOAD, UNIT)
     hidden_us = (step.weights_ms + step.overhead_ms + step.attention_ms) * 1e3
-    select_us = selection_us(TINY, TINY_LOAD, 1, UNIT, predictor_dtype="int8") + ROWS_US
+    select_us = LayerTimes(TINY, TINY_LOAD, UNIT).selection_us(1, predictor_dtype="int8") + ROWS_US
     # Its only layer is the first one too, which nothing hides.
     assert step.exposed_selection_ms * 1e3 == pytest.approx(select_us - hidden_us + select_us)
     quick = replace(UNIT, scan_bandwidth_native=1e9, topk_bandwidth=1e9, weight_bandwidth=1e6)
-    first_us = selection_us(TINY, TINY_LOAD, 1, quick, predictor_dtype="int8") + ROWS_US
+    first_us = LayerTimes(TINY, TINY_LOAD, quick).selection_us(1, predictor_dtype="int8") + ROWS_US
     hidden = predict_step(placement, TINY, TINY_LOAD, quick)
     assert hidden.exposed_selection_ms * 1e3 == pytest.approx(first_us + UNIT.handover_us)
     # An exact first layer hides the selection of the one after it.
@@ -139,7 +137,10 @@ def test_layers_that_follow_an_anchor_by_hand() -> None:
     four = replace(TINY, num_layers=4)
     load = replace(TINY_LOAD, anchors=(0,))
     own = predict_step(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), four, load, UNIT)
-    select, read = selection_us(four, load, 1, UNIT), scan_us(four, load, 1, UNIT) - 17
+    select, read = (
+        LayerTimes(four, load, UNIT).selection_us(1),
+        LayerTimes(four, load, UNIT).scan_us(1) - 17,
+    )
     hidden = (1 - UNIT.in_process_overlap) * (select - read + 3 * UNIT.gather_us)
     assert own.selection_ms * 1e3 == pytest.approx(select + 3 * UNIT.gather_us)
     assert own.exposed_selection_ms * 1e3 == pytest.approx(read * (1 - UNIT.scan_overlap) + hidden)
@@ -149,7 +150,7 @@ def test_layers_that_follow_an_anchor_by_hand() -> None:
         select + 3 * UNIT.gather_us * (1 - UNIT.in_process_overlap)
     )
     far = predict_step(Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), four, waiting, UNIT)
-    select = selection_us(four, load, 1, UNIT, predictor_dtype="int8")
+    select = LayerTimes(four, load, UNIT).selection_us(1, predictor_dtype="int8")
     assert far.exposed_selection_ms * 1e3 == pytest.approx(4 * UNIT.handover_us + select + ROWS_US)
 
 
@@ -210,12 +211,15 @@ def test_selecting_prediction_is_near_what_was_measured(
 
 
 def test_the_rows_of_a_layer_by_hand() -> None:
-    assert exchange_us(TINY, TINY_LOAD, 1, UNIT) == pytest.approx(ROWS_US)
-    assert exchange_us(TINY, replace(TINY_LOAD, fetch_cap_tokens=6), 2, UNIT) == 1.5 * ROWS_US
+    assert LayerTimes(TINY, TINY_LOAD, UNIT).exchange_us(1) == pytest.approx(ROWS_US)
+    assert (
+        LayerTimes(TINY, replace(TINY_LOAD, fetch_cap_tokens=6), UNIT).exchange_us(2)
+        == 1.5 * ROWS_US
+    )
     # Two cache GPUs send half of it each; what comes to the model's is all of it, twice as fast.
-    assert exchange_us(TINY, TINY_LOAD, 1, UNIT, 2) == ROWS_US / 2
+    assert LayerTimes(TINY, TINY_LOAD, UNIT).exchange_us(1, 2) == ROWS_US / 2
     slow = replace(UNIT, receive_bandwidth=1e6)
-    assert exchange_us(TINY, TINY_LOAD, 1, slow, 2) == ROWS_US
+    assert LayerTimes(TINY, TINY_LOAD, slow).exchange_us(1, 2) == ROWS_US
 
 
 @pytest.mark.parametrize(
@@ -270,8 +274,10 @@ def test_a_scan_of_half_the_channels_costs_what_was_measured(
     half = replace(load, index_channels=64)
     step = predict_step(placement, QWEN, half, cost)
     assert step.tpot_ms == pytest.approx(measured_ms, rel=0.04)
-    whole = scan_us(QWEN, load, 1, H200)
-    assert scan_us(QWEN, replace(load, index_channels=128), 1, H200) == pytest.approx(whole)
+    whole = LayerTimes(QWEN, load, H200).scan_us(1)
+    assert LayerTimes(QWEN, replace(load, index_channels=128), H200).scan_us(1) == pytest.approx(
+        whole
+    )
 
 
 def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
@@ -348,9 +354,11 @@ def test_samples_cost_what_was_measured(placement: Placement, measured_ms: float
 
 def test_samples_by_hand() -> None:
     load = replace(TINY_LOAD, num_samples=5)
-    assert samples_us(TINY, TINY_LOAD, 1, UNIT) == 0
-    assert samples_us(TINY, load, 1, UNIT) == pytest.approx(23 + 3 * 5 * 16)
-    more = selection_us(TINY, load, 1, UNIT) - selection_us(TINY, TINY_LOAD, 1, UNIT)
+    assert LayerTimes(TINY, TINY_LOAD, UNIT).samples_us(1) == 0
+    assert LayerTimes(TINY, load, UNIT).samples_us(1) == pytest.approx(23 + 3 * 5 * 16)
+    more = LayerTimes(TINY, load, UNIT).selection_us(1) - LayerTimes(
+        TINY, TINY_LOAD, UNIT
+    ).selection_us(1)
     assert more == pytest.approx(29)
     own, resident = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 1 + 3 * 10 * 16
     step = predict_step(own, TINY, load, UNIT)
@@ -382,7 +390,7 @@ def test_exact_layers_cost_what_was_measured(placement: Placement, measured: flo
 def test_attention_line_is_near_what_was_measured(
     batch: int, context: int, measured_us: float
 ) -> None:
-    predicted = attention_us(QWEN, batch, context, 1, CostConstants())
+    predicted = LayerTimes(QWEN, replace(LOAD, concurrency=batch)).attention_us(context, 1)
     assert predicted == pytest.approx(measured_us, rel=0.08)
 
 
@@ -397,7 +405,9 @@ def test_scan_line_is_near_what_was_measured(
     index_dtype: str, context: int, measured_us: float
 ) -> None:
     load = replace(LOAD, index_dtype=index_dtype, context_tokens=context)
-    assert scan_us(QWEN, load, 1, CostConstants()) == pytest.approx(measured_us, rel=0.05)
+    assert LayerTimes(QWEN, load, CostConstants()).scan_us(1) == pytest.approx(
+        measured_us, rel=0.05
+    )
 
 
 @given(
