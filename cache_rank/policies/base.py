@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -88,26 +88,13 @@ class PolicyCapabilities:
         """Whether it selects in slow steps, in which a row attends to everything."""
         return self.timing is Timing.EXACT_STEP
 
-    def declare(
-        self, *, layers_ahead: int = 1, predictor: str = "", refresh_interval: int = 1,
-        refresh_triggers: str = "",
-    ) -> DeclaredPolicy:  # fmt: skip
+    def declare(self, **options: Any) -> DeclaredPolicy:
         """Return what settings and the inference rank know of a policy.
 
         `PolicyOptions.declare` enters here what the policy's options say; see `DeclaredPolicy`.
         """
-        return DeclaredPolicy(
-            timing=self.timing,
-            all_exact=self.all_exact,
-            num_samples=self.default_samples,
-            layers_ahead=layers_ahead,
-            predictor=predictor,
-            refresh=self.refresh,
-            keeps_queries=self.wants_query_window,
-            index=self.index,
-            refresh_interval=refresh_interval,
-            refresh_triggers=refresh_triggers,
-        )
+        names = {field.name for field in fields(self)} & DeclaredPolicy.model_fields.keys()
+        return DeclaredPolicy(**options, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class EngineProgram:
         self._traits = traits
         self._ahead = declared.layers_ahead
         self.timing, self.all_exact = declared.timing, declared.all_exact
-        self.keeps_queries, self.attends = declared.keeps_queries, declared.attends
+        self.keeps_queries, self.attends = declared.wants_query_window, declared.attends
         self.is_far = settings.placement.has_far_pool
         # Host memory is read by the model's GPU faster than by a CPU that attends to all of it.
         self._is_remote = self.is_far and not settings.placement.host_engine
@@ -271,7 +271,7 @@ def _index_interval(selection: SelectionSettings, page_size: int) -> int:
     Of a policy's index, in pages of `page_size`; the precision concerns keys.
     """
     declared = selection.declared
-    if declared.keeps_queries:
+    if declared.wants_query_window:
         return 1
     if declared.keeps_sink_only:
         return 0

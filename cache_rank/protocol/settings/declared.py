@@ -22,20 +22,21 @@ DEFAULT_SAMPLES = 1024
 class DeclaredPolicy(FrozenModel):
     """A policy's declaration; by default that of the default policy, `look_ahead`.
 
-    The first seven are entered from the policy's class, the others from its options.
+    The first seven are entered from the policy's class (of `PolicyCapabilities`, those of the same
+    names), the others from its options.
     """
 
     timing: Timing = Timing.SAME_STEP_HIDDEN
     """When its selection is used."""
     all_exact: bool = False
     """Whether every layer attends to everything."""
-    num_samples: int = Field(default=DEFAULT_SAMPLES, ge=0, le=1024)
+    default_samples: int = Field(default=DEFAULT_SAMPLES, ge=0, le=1024)
     """Samples that it gains by."""
     refresh: RefreshRule = RefreshRule.NEVER
     """Which steps of a sparse row are slow."""
     is_captured: bool = True
     """Whether a GPU captures its decode steps (`tandemkv.cache_rank.policies.composition`)."""
-    keeps_queries: bool = False
+    wants_query_window: bool = False
     """Whether it is told the queries of every step."""
     index: Literal["keys", "page_bounds"] = "keys"
     """What its selection reads."""

@@ -209,14 +209,14 @@ class SelectionSettings(FrozenModel):
         """Tokens per KV head that stand for what is not resident."""
         if self.sample_tokens is not None:
             return self.sample_tokens
-        return default_samples(self.declared.num_samples, self.budget_tokens)
+        return default_samples(self.declared.default_samples, self.budget_tokens)
 
     @property
     def exact_layer_ids(self) -> tuple[int, ...]:
         """`exact_layers`, or what they are where they are left open."""
         if self.exact_layers is not None:
             return self.exact_layers
-        has_samples = self.declared.num_samples and self.num_samples >= SAMPLE_STEP
+        has_samples = self.declared.default_samples and self.num_samples >= SAMPLE_STEP
         return () if has_samples and not self.share_layers else FLAT_LAYERS
 
     @property

@@ -62,7 +62,7 @@ def program_of(
             timing=timing,
             all_exact=all_exact,
             refresh=rule,
-            keeps_queries=keeps_queries,
+            wants_query_window=keeps_queries,
             index=index,
             layers_ahead=look_ahead,
         ),
