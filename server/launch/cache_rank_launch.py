@@ -141,7 +141,12 @@ def restart_rules(settings: ServeSettings, device: str) -> RestartRules:
 
 def cache_rank_detail(*run_dirs: RunDir) -> str | None:
     """Return None if the cache rank of `run_dirs` answers in all of them, else why it does not."""
-    return next(filter(None, (status_detail(each.heartbeat_socket) for each in run_dirs)), None)
+    try:
+        for each in run_dirs:
+            request_status(each.heartbeat_socket, STATUS_TIMEOUT_S)
+    except CacheRankError as error:
+        return str(error)
+    return None
 
 
 def cache_rank_pulse(run_dirs: Sequence[RunDir], pid: int) -> Pulse:
@@ -160,12 +165,3 @@ def log_to_stderr() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-
-
-def status_detail(socket_path: Path) -> str | None:
-    """Return None if a rank answers at `socket_path`, else why it does not."""
-    try:
-        request_status(socket_path, STATUS_TIMEOUT_S)
-    except CacheRankError as error:
-        return str(error)
-    return None

@@ -85,12 +85,13 @@ def choose_placement(
     SGLang never is, and comes first of the plans, which are all there for comparison. Raises
     `SettingsError` if there is no GPU.
     """
-    plans = tuple(
-        _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=cost)
-        for placement in possible_placements(
-            shape, num_gpus, tp_size, num_cache_gpus, by_messages=by_messages
-        )
-    )
+    plans = []
+    for placement in possible_placements(
+        shape, num_gpus, tp_size, num_cache_gpus, by_messages=by_messages
+    ):
+        memory, step = memory_of(placement, shape, load), predict_step(placement, shape, load, cost)
+        fits = _fits(memory, gpu_bytes)
+        plans.append(PlacementPlan(placement=placement, memory=memory, step=step, fits=fits))
     dense, *own = plans
     if available is not None:
         own = [plan for plan in own if plan.placement.name in available]
@@ -111,7 +112,7 @@ def choose_placement(
     else:
         reason = "none of the placements that this version offers is possible here"
     is_asked = num_cache_gpus is not None
-    return Choice(plans=plans, chosen=best, reason=reason, cost=cost, is_asked=is_asked)
+    return Choice(plans=tuple(plans), chosen=best, reason=reason, cost=cost, is_asked=is_asked)
 
 
 def check_fits(placement: Placement, shape: ModelShape, load: Workload, *, gpu_bytes: int) -> None:
@@ -181,18 +182,6 @@ def break_even_batch_tokens(
         if trial.context_tokens > trial.attended_tokens:  # else all do, whatever the limit is
             found.append(size * break_even_tokens(shape, trial, tp_size, cost))
     return min(found, default=load.total_tokens)
-
-
-def _plan(
-    placement: Placement, shape: ModelShape, load: Workload, *, gpu_bytes: int, cost: CostConstants
-) -> PlacementPlan:
-    memory = memory_of(placement, shape, load)
-    return PlacementPlan(
-        placement=placement,
-        memory=memory,
-        step=predict_step(placement, shape, load, cost),
-        fits=_fits(memory, gpu_bytes),
-    )
 
 
 def _fits(memory: PlacementMemory, gpu_bytes: int) -> bool:

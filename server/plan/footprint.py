@@ -26,7 +26,8 @@ STATES_PER_REQUEST = {"cpu": 3, "cuda": 5}
 """Recurrent states that SGLang keeps of each running request: its own, two that the radix tree may
 have of it, and with overlapping passes two that are being copied."""
 PREFIX_BUFFERS = 2
-"""Layers whose prefixes the model's GPU holds at once (`PrefixStaging`)."""
+"""Layers whose prefixes, up to the longest request's K/V, a prefill has on the model's GPU at once
+(`PrefixStaging`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +119,8 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
         )
     # While the start hands W_q to the cache GPU, the model's GPU holds all of it.
     model["predictor"] = _shard(copied, tp_size)
-    inference = Footprint(
-        resident_set=resident, staging=_shard(prefix_bytes(shape, load), shards), **model
-    )
+    prefixes = PREFIX_BUFFERS * load.longest_tokens * shape.kv_layer_token_bytes
+    inference = Footprint(resident_set=resident, staging=_shard(prefixes, shards), **model)
     if placement.by_messages:
         own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=tp_size)
         inference = memory_of(own, shape, load).inference
@@ -203,14 +203,6 @@ def staging_bytes(shape: ModelShape, load: Workload, num_shards: int) -> int:
     query = _largest(shape.num_qo_heads, shape.num_kv_heads, num_shards) * shape.head_dim
     streams = shape.num_layers * load.concurrency * (shape.hidden_size + query)
     return (streams + 2 * load.concurrency * load.seed_window * query) * shape.item_bytes
-
-
-def prefix_bytes(shape: ModelShape, load: Workload) -> int:
-    """Bytes of the prefixes that a prefill copies from the cache GPU, unsharded.
-
-    The longest request's K/V of two layers.
-    """
-    return PREFIX_BUFFERS * load.longest_tokens * shape.kv_layer_token_bytes
 
 
 def activation_bytes(shape: ModelShape, load: Workload, tp_size: int) -> int:

@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from .client import Outcome
-from .faults import Fault
 from .judge import Verdict
 from .run import Findings, QuietPoint
 from .slope import Slope
@@ -47,7 +46,7 @@ def as_json(found: Findings, verdict: Verdict, target: str) -> dict[str, Any]:
         "canary_tokens_compared": sum(solo.num_tokens for solo in found.solos),
         "latency": {name: slope and _slope(slope) for name, slope in verdict.latency.items()},
         "memory": {role: _slope(slope) for role, slope in verdict.memory.items()},
-        "faults": [_fault(fault) for fault in found.faults],
+        "faults": [_rounded(asdict(fault), 2) for fault in found.faults],
         "fault_points": dict(sorted(points.items())),
         "restarts": [each._asdict() for each in found.watch.restarts],
         "not_ready": [each._asdict() for each in found.watch.unready],
@@ -65,11 +64,6 @@ def _rounded(values: Mapping[str, Any], digits: int) -> dict[str, Any]:
 
 def _slope(slope: Slope) -> dict[str, Any]:
     return _rounded(asdict(slope), 6) | {"is_within_noise": slope.is_within_noise}
-
-
-def _fault(fault: Fault) -> dict[str, Any]:
-    found = _rounded(asdict(fault), 2)
-    return {name: found[name] for name in ("action", "target", "began", "seconds", "recovery_s")}
 
 
 def _quiet(point: QuietPoint) -> dict[str, Any]:

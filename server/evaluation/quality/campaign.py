@@ -176,7 +176,10 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     resolve = functools.partial(
         resolve_placement, spec=spec, model_dir=model_dir, device=device, progress=lambda _: None
     )
-    kept = _kept_prompts(request, tasks, model_dir)
+    kept = None
+    if request.samples_from is not None:
+        names = [task.name for task in tasks]
+        kept = Prompts.kept(request.samples_from.expanduser(), names, model_dir.name)
     lengths = _lengths(request, tasks, kept)
     configurations = _configurations(request, lengths, base, served, spec, device, resolve)
     tokenizer, prompts = _prompts(request, tasks, kept, model_dir, note)
@@ -213,7 +216,8 @@ def _with_capacity(
     if _CAPACITY in flags or base.cache.capacity_tokens != CacheSettings().capacity_tokens:
         return base
     # What one turn leaves in the cache must outlast the first turns of the others.
-    turns = 2 if prompts.has_turns else 1
+    modes = {sample.mode for found in prompts.samples.values() for sample in found}
+    turns = 2 if "follow_up" in modes else 1
     needed = (prompts.longest + SPARE_TOKENS) * (turns * request.concurrency + 1)
     more = {_CAPACITY: Sourced(max(4096, needed), "--concurrency")}
     return load_settings({**flags, **more}, {}, request.config)
@@ -344,13 +348,6 @@ def _configurations(
         raise SettingsError("nothing to measure: no policy is given and dense is left out")
     windowed = list(spec.other_layers)
     return [msgspec.structs.replace(x, windowed_layers=windowed) for x in found]
-
-
-def _kept_prompts(request: Request, tasks: Sequence[Task], model_dir: Path) -> Prompts | None:
-    if request.samples_from is None:
-        return None
-    names = [task.name for task in tasks]
-    return Prompts.kept(request.samples_from.expanduser(), names, model_dir.name)
 
 
 def _prompts(

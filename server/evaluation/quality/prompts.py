@@ -108,11 +108,6 @@ class Prompts:
         """Tokens of the longest request at its end."""
         return max(sample.num_tokens for found in self.samples.values() for sample in found)
 
-    @property
-    def has_turns(self) -> bool:
-        """Whether a request repeats the context of an earlier one."""
-        return any(s.mode == "follow_up" for found in self.samples.values() for s in found)
-
 
 def describe_task(request: Request, task: Task, samples: Sequence[Sample]) -> TaskDescription:
     """Return what the report says of a task whose samples were made for `request`."""

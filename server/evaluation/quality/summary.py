@@ -246,7 +246,9 @@ def _perplexity(
 def _agreement(result: TaskResult) -> _Figures:
     agrees = [a.agrees or [] for a in result.answers]
     details = {
-        "median_first_difference": float(np.median(list(map(_first_difference, agrees)))),
+        "median_first_difference": float(
+            np.median([[*same, False].index(False) for same in agrees])
+        ),
         "without_difference": float(np.mean(list(map(all, agrees)))),
     }
     items = [float(np.mean(values)) for values in agrees]
@@ -313,11 +315,6 @@ def _pairs(result: TaskResult, dense: TaskResult | None) -> list[tuple[Answer, A
         return []
     others = {answer.name: answer for answer in dense.answers}
     return [(answer, others[answer.name]) for answer in result.answers if answer.name in others]
-
-
-def _first_difference(agrees: Sequence[bool]) -> int:
-    """Tokens before the first that differs; all of them if none does."""
-    return next((i for i, same in enumerate(agrees) if not same), len(agrees))
 
 
 QUARTERS = 4
