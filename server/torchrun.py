@@ -36,7 +36,6 @@ from tandemkv.server.cli.command_classes import (
 )
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.launch.cache_rank_launch import (
-    MEANWHILE,
     SETTINGS_FILE,
     SplitLaunch,
     cache_rank_launches,
@@ -209,7 +208,6 @@ def cache_rank_plan(settings: ServeSettings, run_dir: RunDir, number: int = 0) -
     launches = cache_rank_launches(settings, run_dir, stop_signal=signal.SIGTERM)
     return LaunchPlan(
         cache_ranks=launches[number : number + 1],
-        meanwhile=MEANWHILE,
         sglang=None,
         is_over=lambda: is_over(run_dir),
         rules=restart_rules(settings, settings.device_or("cpu")),

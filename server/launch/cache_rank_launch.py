@@ -27,8 +27,6 @@ from .supervision import RestartRules
 SETTINGS_FILE = "cache_rank.yaml"
 CACHE_RANK_LOGS = ("cache_rank", "standby", "pump")
 """Names of logs, which a number follows, of all cache ranks but the first."""
-MEANWHILE = "requests wait for it, for --recovery-timeout-s at most"
-"""What clients get while no cache rank serves, for messages."""
 STATUS_TIMEOUT_S, PULSE_TIMEOUT_S = 0.5, 2.0
 INFERENCE_RANK_EXIT_S = 10.0
 """Beyond --drain-timeout-s, for an inference rank to end its processes."""

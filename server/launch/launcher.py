@@ -26,6 +26,8 @@ from .supervision import LaunchError, RestartRules, SupervisedRank, tail
 from .watchdog import Watchdog
 
 _TICK_S = 0.05
+_MEANWHILE = "requests wait for it, for --recovery-timeout-s at most"
+"""What clients get while no cache rank serves, for messages."""
 
 
 class _StopRequestedError(Exception):
@@ -52,7 +54,6 @@ class LaunchPlan:
     """What to start and how to tell that it is ready, and gets on.
 
     There are no `cache_ranks` if the inference rank is its own.
-    `meanwhile` is what clients get while one of them does not serve, for messages.
     `sglang_pulse` is asked while serving, from a thread; `rules` says what follows.
     `sglang` is None if another process starts it; then its fields are not used, and that process
     speaks for the launch, which is over once `is_over` returns true.
@@ -69,7 +70,6 @@ class LaunchPlan:
     """
 
     cache_ranks: tuple[CacheRankLaunch, ...] = ()
-    meanwhile: str = "requests get 503, the server stays up"
     sglang: ChildSpec | None
     sglang_waits: bool = False
     ends_with_sglang: bool = False
@@ -119,7 +119,7 @@ class Launcher:
             plan.before_sglang,
         )
         self._cache_ranks = [
-            self._supervised(rank.spec, rank.pulse, plan.meanwhile) for rank in plan.cache_ranks
+            self._supervised(rank.spec, rank.pulse, _MEANWHILE) for rank in plan.cache_ranks
         ]
         alone = "no other cache rank is loaded, one that is lost is started anew"
         self._standbys = [

@@ -44,7 +44,6 @@ from tandemkv.server.settings.sources import to_yaml
 
 from .cache_rank_launch import (
     INFERENCE_RANK_EXIT_S,
-    MEANWHILE,
     SETTINGS_FILE,
     cache_rank_detail,
     cache_rank_launch,
@@ -218,7 +217,6 @@ def _far_plan(
     is_ours = settings.run_dir is None
     return LaunchPlan(
         cache_ranks=(launch,),
-        meanwhile=MEANWHILE,
         sglang=None,
         rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,

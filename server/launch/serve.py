@@ -35,7 +35,6 @@ from tandemkv.server.settings.sources import to_yaml
 from .cache_rank_launch import (
     CACHE_RANK_LOGS,
     INFERENCE_RANK_EXIT_S,
-    MEANWHILE,
     PULSE_TIMEOUT_S,
     SETTINGS_FILE,
     STATUS_TIMEOUT_S,
@@ -177,7 +176,6 @@ def make_plan(
         else cache_rank_launches(
             settings, run_dir, stop_signal=signal.SIGINT if split is None else None
         ),
-        meanwhile=MEANWHILE,
         sglang=ChildSpec(
             name="SGLang",
             argv=argv,
