@@ -81,8 +81,7 @@ def _list(paths: Iterable[Path]) -> None:
 
 
 def _draw_pareto(request: Request, console: Console) -> None:
-    from .pareto import pareto, pareto_view
-    from .pareto_plot import draw_pareto
+    from .pareto import draw_pareto, pareto, pareto_view
 
     quality_file, decode_file = request.pareto or (request.out, request.out)
     tasks = None if request.tasks is None else request.task_names

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.bench.report import Row, make_report, write_report
-from tandemkv.server.evaluation.quality.pareto import DENSE, pareto, pareto_view
-from tandemkv.server.evaluation.quality.pareto_plot import draw_pareto
+from tandemkv.server.evaluation.quality.configurations import DENSE
+from tandemkv.server.evaluation.quality.pareto import draw_pareto, pareto, pareto_view
 
 FAST, SLOW, POOR = (
     "k512-c1-cap32-s128-int4-xnone",
