@@ -176,21 +176,9 @@ class SFIPolicy(Policy):
         options = self.options
         allowed = ~probs[0].isneginf()
         evidence = power_mean_evidence(probs.masked_fill(~allowed, 0.0), allowed, options.alpha)
-        prior_ = prior(
-            key_norms,
-            allowed,
-            norm_exponent=options.norm_exponent,
-            decay=options.decay,
-            decay_power=options.decay_power,
-            tail_brake=options.tail_brake,
-            eps=_EPS,
-        )
-        score = fuse(evidence, prior_, options.lambda_clip)
+        score = fuse(evidence, prior(key_norms, allowed, options), options.lambda_clip)
         z = torch.log(score + _EPS).masked_fill(~allowed, -torch.inf)  # Eq. 19
-        z = soft_nms(z, strength=options.nms, radius=options.nms_radius)
-        return exclude_across_heads(
-            z, strength=options.cross, temperature=options.temperature, eps=_EPS
-        )
+        return exclude_across_heads(soft_nms(z, options), options)
 
 
 def _norms(stored: StoredKV, width: int) -> torch.Tensor:
@@ -234,28 +222,20 @@ def power_mean_evidence(probs: torch.Tensor, allowed: torch.Tensor, alpha: float
     return weights.masked_fill(~allowed, 0.0)  # also where J is empty, a softmax of nothing
 
 
-def prior(
-    key_norms: torch.Tensor,
-    allowed: torch.Tensor,
-    *,
-    norm_exponent: float,
-    decay: float,
-    decay_power: float,
-    tail_brake: float,
-    eps: float,
-) -> torch.Tensor:
+def prior(key_norms: torch.Tensor, allowed: torch.Tensor, options: SFIOptions) -> torch.Tensor:
     """Return the cache-aware prior r (Eq. 9-12), ``[..., n]``, a distribution over J.
 
-    `key_norms` are ``[..., n]``; the exponents are gamma, beta, p and eta there. Computed in the
-    log domain: the product of the factors may underflow.
+    `key_norms` are ``[..., n]``. Computed in the log domain: the product of the factors may
+    underflow.
     """
     position = torch.arange(allowed.shape[-1], device=allowed.device).to(key_norms.dtype)
     position = position.expand(allowed.shape)
     first = position.masked_fill(~allowed, torch.inf).amin(dim=-1, keepdim=True)
     last = position.masked_fill(~allowed, -torch.inf).amax(dim=-1, keepdim=True)
-    u = ((position - first) / (last - first + eps)).clamp(0.0, 1.0).masked_fill(~allowed, 0.0)
-    log_prior = -norm_exponent * torch.log(key_norms + eps)  # Eq. 9
-    log_prior = log_prior - decay * u.pow(decay_power) + tail_brake * torch.log(1.0 - u + eps)
+    u = ((position - first) / (last - first + _EPS)).clamp(0.0, 1.0).masked_fill(~allowed, 0.0)
+    log_prior = -options.norm_exponent * torch.log(key_norms + _EPS)  # Eq. 9
+    log_prior = log_prior - options.decay * u.pow(options.decay_power)
+    log_prior = log_prior + options.tail_brake * torch.log(1.0 - u + _EPS)
     weights = torch.softmax(log_prior.masked_fill(~allowed, -torch.inf), dim=-1)
     return weights.masked_fill(~allowed, 0.0)  # also where J is empty, a softmax of nothing
 
@@ -271,21 +251,20 @@ def fuse(evidence: torch.Tensor, prior_: torch.Tensor, lambda_clip: float) -> to
     return (1 - weight) * evidence + weight * prior_
 
 
-def soft_nms(z: torch.Tensor, *, strength: float, radius: int) -> torch.Tensor:
+def soft_nms(z: torch.Tensor, options: SFIOptions) -> torch.Tensor:
     """Push down what is below its neighbourhood's maximum (Eq. 20, 21).
 
-    `z` is ``[..., n]``, ``-inf`` outside J; the neighbourhood of j is ``[j - radius, j + radius]``.
+    `z` is ``[..., n]``, ``-inf`` outside J; the neighbourhood of j has ``nms_radius`` on each side.
     """
+    radius = options.nms_radius
     flat = z.reshape(1, -1, z.shape[-1])
     peak = F.max_pool1d(flat, 2 * radius + 1, stride=1, padding=radius).view_as(z)
     gap = torch.where(z.isneginf(), torch.zeros_like(z), peak - z)
-    return z - strength * gap.clamp(min=0.0)
+    return z - options.nms * gap.clamp(min=0.0)
 
 
-def exclude_across_heads(
-    z: torch.Tensor, *, strength: float, temperature: float, eps: float
-) -> torch.Tensor:
+def exclude_across_heads(z: torch.Tensor, options: SFIOptions) -> torch.Tensor:
     """Let heads compete for each position (Eq. 22, 23). `z` is ``[..., H, n]``."""
-    shares = torch.softmax(z / temperature, dim=-2)
-    adjusted = z + strength * torch.log(shares.clamp(min=eps))
+    shares = torch.softmax(z / options.temperature, dim=-2)
+    adjusted = z + options.cross * torch.log(shares.clamp(min=_EPS))
     return torch.where(z.isneginf(), z, adjusted)

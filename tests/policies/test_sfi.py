@@ -8,6 +8,7 @@ import torch
 
 from tandemkv.cache_rank.policies.base import PolicyError, SeedInput, StoredKV
 from tandemkv.cache_rank.policies.sfi import (
+    SFIOptions,
     exclude_across_heads,
     fuse,
     power_mean_evidence,
@@ -63,7 +64,7 @@ def test_the_least_values_leave_an_order(make_bench, queries, options):
 
 def test_the_least_temperature_gives_each_position_to_a_head():
     z = torch.tensor([[-18.0, 0.0, -300.0], [-18.5, -0.5, -1.0]])
-    got = exclude_across_heads(z, strength=1.0, temperature=0.001, eps=1e-8)
+    got = exclude_across_heads(z, SFIOptions(cross=1.0, temperature=0.001))
     assert got.isfinite().all()
     assert torch.equal(got[0, :2], z[0, :2])
     assert torch.equal(got[1, 2], z[1, 2])
@@ -75,27 +76,26 @@ def test_one_query_is_its_own_evidence():
 
 
 def test_prior_by_hand():
-    """Eq. 9-12 with gamma 1, beta ln 2, p 1, eta 1; J = positions 1 to 3 of 4; epsilon 0.
+    """Eq. 9-12 with gamma 1, beta ln 2, p 1, eta 1; J = positions 1 to 3 of 4.
 
     u = 0, 1/2, 1. Norms 1, 2, 4: factors 1, 1/2, 1/4. Decay 1, 2^-1/2, 1/2. Brake 1, 1/2, 0.
     """
     allowed = torch.tensor([False, True, True, True])
-    got = prior(
-        f64(9.0, 1.0, 2.0, 4.0), allowed, norm_exponent=1.0, decay=math.log(2), decay_power=1.0,
-        tail_brake=1.0, eps=0.0,
-    )  # fmt: skip
-    weights = f64(0.0, 1.0, 0.5 * 2**-0.5 * 0.5, 0.0)
-    close(got, weights / weights.sum())
+    options = SFIOptions(norm_exponent=1.0, decay=math.log(2), decay_power=1.0, tail_brake=1.0)
+    got = prior(f64(9.0, 1.0, 2.0, 4.0), allowed, options)
+    eps = 1e-8
+    u = f64(0.0, 1.0, 2.0) / (2.0 + eps)
+    weights = 2.0**-u * (1.0 - u + eps) / (f64(1.0, 2.0, 4.0) + eps)
+    torch.testing.assert_close(weights, f64(1.0, 0.5 * 2**-0.5 * 0.5, 0.0), rtol=0.0, atol=1e-7)
+    close(got, f64(0.0, *(weights / weights.sum())))
 
 
 def test_prior_brakes_the_tail_by_epsilon():
     """At u = 1 the brake is epsilon^eta, not nothing, in float32 too."""
     eps = 1e-8
     for dtype in (torch.float64, torch.float32):
-        got = prior(
-            torch.ones(3, dtype=dtype), ALL, norm_exponent=0.0, decay=0.0, decay_power=2.0,
-            tail_brake=1.0, eps=eps,
-        )  # fmt: skip
+        options = SFIOptions(norm_exponent=0.0, decay=0.0, decay_power=2.0, tail_brake=1.0)
+        got = prior(torch.ones(3, dtype=dtype), ALL, options)
         weights = f64(1.0, 0.5, eps)
         torch.testing.assert_close(got.double(), weights / weights.sum(), rtol=1e-6, atol=1e-8)
 
@@ -123,21 +123,21 @@ def test_the_fusion_is_the_least_sharp_mixture():
 def test_soft_nms_by_hand():
     """Eq. 20, 21: strength 1/2, neighbours 1: the gaps are 0, 2, 1, 0 behind a hole."""
     z = f64(-1.0, -3.0, -2.0, -math.inf, -9.0)
-    got = soft_nms(z, strength=0.5, radius=1)
+    got = soft_nms(z, SFIOptions(nms=0.5, nms_radius=1))
     assert got.tolist() == [-1.0, -4.0, -2.0, -math.inf, -9.0]
-    wide = soft_nms(z, strength=0.5, radius=2)
+    wide = soft_nms(z, SFIOptions(nms=0.5, nms_radius=2))
     assert wide.tolist() == [-1.0, -4.0, -2.5, -math.inf, -12.5]
-    assert soft_nms(z, strength=0.5, radius=0).tolist() == z.tolist()
+    assert soft_nms(z, SFIOptions(nms=0.5, nms_radius=0)).tolist() == z.tolist()
 
 
 def test_heads_compete_by_hand():
     """Eq. 22, 23: at equal scores each of two heads holds half; at ln 3 apart 3/4 and 1/4."""
     z = f64([0.0, math.log(3.0), -math.inf], [0.0, 0.0, -math.inf])
-    got = exclude_across_heads(z, strength=0.35, temperature=1.0, eps=1e-8)
+    got = exclude_across_heads(z, SFIOptions(cross=0.35, temperature=1.0))
     close(got[:, 0], f64(0.0, 0.0) + 0.35 * math.log(0.5))
     close(got[:, 1], f64(math.log(3.0) + 0.35 * math.log(0.75), 0.35 * math.log(0.25)))
     assert got[:, 2].isneginf().all()
-    cold = exclude_across_heads(z, strength=1.0, temperature=0.01, eps=1e-8)
+    cold = exclude_across_heads(z, SFIOptions(cross=1.0, temperature=0.01))
     close(cold[1, 1], torch.tensor(math.log(1e-8), dtype=torch.float64))
 
 
