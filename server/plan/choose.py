@@ -13,7 +13,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSetting
 
 from .cost import H200, CostConstants, StepTime, predict_step
 from .footprint import GIB, USABLE_FRACTION, PlacementMemory, memory_of
-from .placement import Placement, PlacementKind, possible_placements
+from .placement import Placement, PlacementKind
 from .shape import ModelShape
 from .workload import Workload
 
@@ -65,30 +65,23 @@ def _is_slower(dense: PlacementPlan, own: PlacementPlan) -> bool:
 
 
 def choose_placement(
+    placements: Iterable[Placement],
     shape: ModelShape,
     load: Workload,
     *,
-    num_gpus: int,
     gpu_bytes: int,
     available: Collection[str] | None = None,
-    tp_size: int | None = None,
-    num_cache_gpus: int | None = None,
-    by_messages: bool = False,
     cost: CostConstants = H200,
+    is_asked: bool = False,
 ) -> Choice:
     """Choose the placement with the least predicted time per token among those that fit.
 
-    All `num_gpus` GPUs of one host have `gpu_bytes` each; with `tp_size` the model is on so many of
-    them, and with `num_cache_gpus` that placement alone is looked at, whose cache GPUs are met
-    `by_messages` or map the same memory. `available` names the placements that may be chosen,
-    default all; of them those that `serve` takes unasked, or if none of these fits, any. Stock
-    SGLang never is, and comes first of the plans, which are all there for comparison. Raises
-    `SettingsError` if there is no GPU.
+    `placements` are those of `possible_placements`, on GPUs that have `gpu_bytes` each; `available`
+    names those that may be chosen, default all; of them those that `serve` takes unasked, or if
+    none of these fits, any. Stock SGLang, the first, never is, and is there for comparison.
     """
     plans = []
-    for placement in possible_placements(
-        shape, num_gpus, tp_size, num_cache_gpus, by_messages=by_messages
-    ):
+    for placement in placements:
         memory, step = memory_of(placement, shape, load), predict_step(placement, shape, load, cost)
         fits = _fits(memory, gpu_bytes)
         plans.append(PlacementPlan(placement=placement, memory=memory, step=step, fits=fits))
@@ -111,7 +104,6 @@ def choose_placement(
         reason = _overflow(least.placement, least.memory, shape, load, gpu_bytes)
     else:
         reason = "none of the placements that this version offers is possible here"
-    is_asked = num_cache_gpus is not None
     return Choice(plans=tuple(plans), chosen=best, reason=reason, cost=cost, is_asked=is_asked)
 
 

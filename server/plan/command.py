@@ -191,17 +191,18 @@ def plan(request: PlanRequest) -> None:
     memory = request.gpu_memory
     gpu_bytes = _bytes_here() if memory is None else int(memory * GIB)
     cost, note = _constants(request.measure)
-    available = None
+    available, by_messages = None, served.settings.wished_link == "message"
     if num_cache_gpus is None:
         tp_size = model_gpus(served.settings, served.spec)
-        _, *possible = possible_placements(shape, gpus, tp_size)
+    placements = possible_placements(shape, gpus, tp_size, num_cache_gpus, by_messages=by_messages)
+    if num_cache_gpus is None:
+        _, *possible = placements
         if not selection.declared.is_captured:
             possible = [x for x in possible if x.kind is PlacementKind.IN_PROCESS]
         available = choosable(served.settings, served.spec, possible, served.notes.append)
     choice = choose_placement(
-        shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost, tp_size=tp_size,
-        num_cache_gpus=num_cache_gpus, by_messages=served.settings.wished_link == "message",
-        available=available,
+        placements, shape, load, gpu_bytes=gpu_bytes, available=available, cost=cost,
+        is_asked=num_cache_gpus is not None,
     )  # fmt: skip
     if choice.chosen is not None:
         _check_bounds(request, load)

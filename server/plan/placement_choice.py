@@ -319,18 +319,17 @@ def _predicted_fastest(
 ) -> tuple[ServeSettings, str]:
     """Take what `tandemkv plan` predicts to be fastest on these GPUs."""
     num_gpus = torch.cuda.device_count()
-    tp_size = model_gpus(settings, spec)
     shape = _shape(settings, spec, model_dir)
-    possible = [x for x in possible_placements(shape, num_gpus, tp_size) if x.is_chosen]
+    placements = possible_placements(shape, num_gpus, model_gpus(settings, spec))
+    possible = [x for x in placements if x.is_chosen]
     if num_gpus > 1 and not are_peers(0, 1):
         possible = [x for x in possible if not x.num_cache_gpus]
     choice = choose_placement(
+        placements,
         shape,
         _load(settings, spec),
-        num_gpus=num_gpus,
         gpu_bytes=smallest_gpu(num_gpus),
         available=choosable(settings, spec, possible, progress),
-        tp_size=tp_size,
         cost=constants_here().cost,
     )
     if choice.chosen is None:

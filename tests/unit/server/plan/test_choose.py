@@ -56,7 +56,7 @@ def test_selection_settings_become_a_workload() -> None:
 
 
 def test_takes_the_fastest_that_fits() -> None:
-    choice = choose_placement(QWEN, LOAD, num_gpus=2, gpu_bytes=H200_BYTES)
+    choice = choose_placement(possible_placements(QWEN, 2), QWEN, LOAD, gpu_bytes=H200_BYTES)
     assert choice.chosen is not None
     own = [plan for plan in choice.plans if plan.placement.kind is not PlacementKind.DENSE]
     assert choice.chosen.step.tpot_ms == min(plan.step.tpot_ms for plan in own)
@@ -67,17 +67,23 @@ def test_takes_the_fastest_that_fits() -> None:
 
 def test_takes_what_the_version_offers() -> None:
     choice = choose_placement(
-        QWEN, LOAD, num_gpus=2, gpu_bytes=H200_BYTES, available={"1+1", "dense-tp2"}
+        possible_placements(QWEN, 2),
+        QWEN,
+        LOAD,
+        gpu_bytes=H200_BYTES,
+        available={"1+1", "dense-tp2"},
     )
     assert choice.chosen is not None
     assert choice.chosen.placement.name == "1+1"
-    none = choose_placement(QWEN, LOAD, num_gpus=1, gpu_bytes=H200_BYTES, available={"1+1"})
+    none = choose_placement(
+        possible_placements(QWEN, 1), QWEN, LOAD, gpu_bytes=H200_BYTES, available={"1+1"}
+    )
     assert none.chosen is None
     assert "none of the placements" in none.reason
 
 
 def test_recommends_what_serve_takes_and_says_what_never_ran() -> None:
-    choice = choose_placement(QWEN, LOAD, num_gpus=8, gpu_bytes=H200_BYTES)
+    choice = choose_placement(possible_placements(QWEN, 8), QWEN, LOAD, gpu_bytes=H200_BYTES)
     assert choice.chosen is not None
     assert choice.chosen.placement.is_chosen
     assert choice.chosen.placement.name == "in-process-tp8"
@@ -92,7 +98,7 @@ def test_recommends_what_serve_takes_and_says_what_never_ran() -> None:
     assert "least predicted time per token of those that serve takes by itself, " in choice.reason
     # Of 1 + 7 GPUs the last ones hold what no other placement does.
     full = replace(LOAD, concurrency=48, context_tokens=131072)
-    choice = choose_placement(QWEN, full, num_gpus=8, gpu_bytes=H200_BYTES)
+    choice = choose_placement(possible_placements(QWEN, 8), QWEN, full, gpu_bytes=H200_BYTES)
     assert (
         choice.chosen is None
         or choice.chosen.placement.is_chosen
@@ -114,7 +120,7 @@ def test_serve_and_plan_choose_among_the_same_placements() -> None:
 
 def test_says_when_stock_is_no_slower() -> None:
     load = replace(LOAD, context_tokens=900)
-    choice = choose_placement(QWEN, load, num_gpus=1, gpu_bytes=H200_BYTES)
+    choice = choose_placement(possible_placements(QWEN, 1), QWEN, load, gpu_bytes=H200_BYTES)
     assert "tandemkv gains nothing" in choice.reason
     assert "whole context is resident" in choice.reason
 
@@ -158,7 +164,7 @@ def test_refuses_exactly_what_does_not_fit(
     context: int, concurrency: int, gpus: int, gib: int
 ) -> None:
     load = replace(LOAD, context_tokens=context, concurrency=concurrency)
-    choice = choose_placement(QWEN, load, num_gpus=gpus, gpu_bytes=gib * GIB)
+    choice = choose_placement(possible_placements(QWEN, gpus), QWEN, load, gpu_bytes=gib * GIB)
     for placement in possible_placements(QWEN, gpus):
         needed = memory_of(placement, QWEN, load).largest.total
         if needed <= USABLE_FRACTION * gib * GIB:

@@ -31,6 +31,7 @@ from tandemkv.server.plan.cost import H200, CostConstants
 from tandemkv.server.plan.device_timings import DeviceTimings, Sizes
 from tandemkv.server.plan.footprint import GIB
 from tandemkv.server.plan.measure import ProfileError, Timed, take_measurements
+from tandemkv.server.plan.placement import possible_placements
 from tandemkv.server.plan.profile import Machine
 from tandemkv.server.plan.shape import find_shape
 from tandemkv.server.plan.workload import Workload
@@ -113,7 +114,9 @@ def test_slower_attention_makes_selecting_pay_earlier() -> None:
     assert LOAD.attended_tokens < break_even_tokens(QWEN, LOAD, 1, slow) < tokens - 1024
     short = replace(LOAD, context_tokens=tokens - 512)
     reasons = [
-        choose_placement(QWEN, short, num_gpus=1, gpu_bytes=139 * GIB, cost=cost).reason
+        choose_placement(
+            possible_placements(QWEN, 1), QWEN, short, gpu_bytes=139 * GIB, cost=cost
+        ).reason
         for cost in (H200, slow)
     ]
     assert "tandemkv gains nothing" in reasons[0]
@@ -127,7 +130,11 @@ def test_a_slow_link_keeps_the_cache_on_the_models_gpu() -> None:
     names = []
     for cost in (H200, replace(H200, exchange_bandwidth=H200.exchange_bandwidth / 40)):
         chosen = choose_placement(
-            shape, LOAD, num_gpus=2, gpu_bytes=139 * GIB, cost=profile_of(cost).constants()
+            possible_placements(shape, 2),
+            shape,
+            LOAD,
+            gpu_bytes=139 * GIB,
+            cost=profile_of(cost).constants(),
         ).chosen
         assert chosen is not None
         names.append(chosen.placement.name)
