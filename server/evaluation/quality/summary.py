@@ -119,22 +119,17 @@ def summarise(described: Mapping[str, Any], runs: Runs) -> Summary:
         left_out += [f"{configuration.slug}: {name}" for name in known if name not in own]
         kept.append((configuration, own))
     dense = next((results for configuration, results in kept if configuration.is_dense), {})
-    heads = described["num_kv_heads"]
-    rows = [
-        _row(configuration, results, dense, tasks, _row_bytes(described, configuration), heads)
-        for configuration, results in kept
-        if results
-    ]
+    rows = [_row(described, configuration, own, dense) for configuration, own in kept if own]
     if not rows:
         raise SettingsError("no result is of the tasks and samples of this campaign; measure first")
     return Summary(rows, left_out)
 
 
-def _row_bytes(described: Mapping[str, Any], configuration: Configuration) -> int:
+def _row_kib(described: Mapping[str, Any], configuration: Configuration) -> float:
     """Return what a key and a value of one KV head take, as the configuration keeps them."""
     is_fp8 = configuration.resolved.get("kv_dtype") == "fp8_e4m3"
     item_bytes = 1 if is_fp8 else _ITEM_BYTES.get(described["dtype"], 4)
-    return int(2 * described["head_dim"] * item_bytes)
+    return float(2 * described["head_dim"] * item_bytes / 1024)
 
 
 def _parts_told(configuration: Configuration) -> int:
@@ -148,12 +143,10 @@ def _parts_told(configuration: Configuration) -> int:
 
 
 def _row(
+    described: Mapping[str, Any],
     configuration: Configuration,
     results: Mapping[str, TaskResult],
     dense: Mapping[str, TaskResult],
-    tasks: Mapping[str, Mapping[str, Any]],
-    row_bytes: int,
-    num_kv_heads: int,
 ) -> Row:
     moved = [
         (r.fetched_rows_per_step, r.request_steps)
@@ -168,14 +161,14 @@ def _row(
         **{name: getattr(configuration, name) for name in _OF_CONFIGURATION},
         settings=dict(configuration.resolved),
         moved_rows=mean_moved,
-        moved_kib=None if mean_moved is None else mean_moved * row_bytes / 1024,
+        moved_kib=mean_moved and mean_moved * _row_kib(described, configuration),
         scores={
             name: _score(
                 configuration,
                 result,
                 dense.get(name),
-                measure=tasks[name]["measure"],
-                share=_share(configuration, result, num_kv_heads),
+                measure=described["tasks"][name]["measure"],
+                share=_share(configuration, result, described["num_kv_heads"]),
             )
             for name, result in results.items()
         },
