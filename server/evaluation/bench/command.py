@@ -88,7 +88,7 @@ def decode(request: DecodeRequest) -> None:
     from tandemkv.server.plan.shape import find_config
 
     from .configurations import from_grid, load_configurations, pick
-    from .decode import DecodeRun, run_decode
+    from .decode import DecodeRun, run_decode, write_model_config
 
     check_result_file(_path("decode", request.out), "--out")
     if request.profile and request.work_dir is None:
@@ -102,16 +102,20 @@ def decode(request: DecodeRequest) -> None:
         names += of_grid
     chosen = pick(table, names)
     with _folder(request.work_dir) as folder:
+        points, config = parse_points(request.points), find_config(str(model or request.shape))
+        model_dir = folder / "model" if model is None else model.resolve()
+        if model is None:
+            longest = max(point.context for point in points) + 5 * request.output_tokens
+            write_model_config(config, model_dir, max_context=longest)
         run = DecodeRun(
-            config=find_config(str(model or request.shape)),
+            model_dir=model_dir,
             tokenizer_dir=resolve_model(request.tokenizer, lambda _: None),
-            points=parse_points(request.points),
+            points=points,
             configurations=chosen,
             work_dir=folder,
             output_tokens=request.output_tokens,
             profile=request.profile,
             timeout_s=request.timeout_s,
-            model_dir=model.resolve() if model is not None else None,
         )
         gpu = _require_gpu(provenance.query_gpu())
         result = run_decode(

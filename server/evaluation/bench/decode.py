@@ -43,8 +43,7 @@ _TICK_S, _TAIL_LINES = 0.1, 200
 class DecodeRun:
     """What to measure."""
 
-    config: Mapping[str, Any]
-    """The model's ``config.json``, without `model_dir`."""
+    model_dir: Path
     tokenizer_dir: Path
     points: tuple[Point, ...]
     configurations: Mapping[str, Configuration]
@@ -52,7 +51,6 @@ class DecodeRun:
     output_tokens: int = 32
     profile: bool = False
     timeout_s: float = 1800.0
-    model_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +84,13 @@ def run_decode(
             f"headline={headline}: not a configuration of ours that is run; "
             f"there is {', '.join(own) or 'none'}"
         )
-    model_dir = run.model_dir or _shape_alone(run)
     listed = {
-        name: with_channels(item, model_dir, run.work_dir)
+        name: with_channels(item, run.model_dir, run.work_dir)
         for name, item in run.configurations.items()
     }
     run = replace(run, configurations=listed)
     for configuration in run.configurations.values():
-        configuration.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20, batch=1)
+        configuration.serve_settings(model_dir=run.model_dir, capacity_tokens=1 << 20, batch=1)
     measured: dict[tuple[str, Point], Measured] = {}
     failures: list[Failure] = []
     traces: dict[str, tuple[Path, ...]] = {}
@@ -103,7 +100,7 @@ def run_decode(
         for points in batches:
             progress(f"{name}: {', '.join(point.label for point in points)}")
             folder = run.work_dir / f"{name}_batch{points[0].batch}"
-            found, failed = _run_child(run, name, configuration, points, model_dir, folder)
+            found, failed = _run_child(run, name, points, folder)
             for item in found:
                 measured[name, item.point] = item
                 progress(f"  {item.point.label}: {item.queued.median:.2f} ms a step")
@@ -174,14 +171,6 @@ def ratio_rows(
     return rows
 
 
-def _shape_alone(run: DecodeRun) -> Path:
-    """Write a model's configuration without weights, and return its directory."""
-    longest = max(point.context for point in run.points) + 5 * run.output_tokens
-    model_dir = run.work_dir / "model"
-    write_model_config(run.config, model_dir, max_context=longest)
-    return model_dir
-
-
 def write_model_config(config: Mapping[str, Any], model_dir: Path, *, max_context: int) -> None:
     """Write a model directory of a ``config.json`` that dummy weights can be loaded for.
 
@@ -212,14 +201,9 @@ def with_channels(item: Configuration, model_dir: Path, folder: Path) -> Configu
 
 
 def _run_child(
-    run: DecodeRun,
-    name: str,
-    configuration: Configuration,
-    points: list[Point],
-    model_dir: Path,
-    folder: Path,
+    run: DecodeRun, name: str, points: list[Point], folder: Path
 ) -> tuple[list[Measured], list[Failure]]:
-    batch = points[0].batch
+    configuration, batch = run.configurations[name], points[0].batch
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / decode_steps.RESULT_FILE
     traces = folder / decode_steps.TRACE_FOLDER
@@ -227,11 +211,11 @@ def _run_child(
         old.unlink(missing_ok=True)
     capacity = capacity_tokens(batch, [point.context for point in points], run.output_tokens)
     settings = configuration.serve_settings(
-        model_dir=model_dir, capacity_tokens=capacity, batch=batch
+        model_dir=run.model_dir, capacity_tokens=capacity, batch=batch
     )
     argv = decode_steps.decode_steps_argv(
         work_dir=folder,
-        model_dir=model_dir,
+        model_dir=run.model_dir,
         tokenizer_dir=run.tokenizer_dir,
         points=points,
         steps=run.output_tokens,

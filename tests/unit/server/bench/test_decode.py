@@ -86,8 +86,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DecodeRun:
         return python, str(script), *rest
 
     monkeypatch.setattr(decode_steps, "decode_steps_argv", argv)
+    write_model_config(BUILT_IN_CONFIGS["qwen3-8b"], tmp_path / "model", max_context=65536 + 20)
     return DecodeRun(
-        config=BUILT_IN_CONFIGS["qwen3-8b"],
+        model_dir=tmp_path / "model",
         tokenizer_dir=tmp_path,
         points=(Point(8, 65536), Point(1, 8192), Point(8, 8192)),
         configurations={

@@ -121,7 +121,7 @@ def test_rows_and_ratios_of_both_ways_to_run_steps(
 
     monkeypatch.setattr(decode, "run_child", child)
     run = DecodeRun(
-        config=BUILT_IN_CONFIGS["qwen3-8b"], tokenizer_dir=tmp_path, points=POINTS,
+        model_dir=tmp_path / "model", tokenizer_dir=tmp_path, points=POINTS,
         configurations={
             "dense-tp1": Configuration(is_reference=True), "ours": Configuration(),
         },

@@ -17,7 +17,6 @@ from tandemkv.server.evaluation.bench.configurations import BUILT_IN
 from tandemkv.server.evaluation.bench.decode import DecodeRun, run_decode
 from tandemkv.server.evaluation.bench.decode_steps import RESULT_FILE, TRACE_FOLDER, Point
 from tandemkv.server.evaluation.bench.exchange import Exchange, exchange_rows, exchanges
-from tandemkv.server.plan.shape import BUILT_IN_CONFIGS
 
 POINT = Point(8, 32768)
 Event = dict[str, Any]
@@ -125,7 +124,7 @@ def test_it_is_in_a_report_with_profile(
     monkeypatch.setattr(decode, "cache_rank_beside", beside)
     names = ("in-process-tp1", "1+1-shared", "1+1-shared-stress", "1+1-message")
     run = DecodeRun(
-        config=BUILT_IN_CONFIGS["qwen3-8b"], tokenizer_dir=tmp_path, points=(POINT,),
+        model_dir=tmp_path / "model", tokenizer_dir=tmp_path, points=(POINT,),
         configurations={name: BUILT_IN[name] for name in names}, work_dir=tmp_path,
         profile=profile,
     )  # fmt: skip
