@@ -36,7 +36,7 @@ class DeviceQueryWindows:
         options, prediction = policy.options, policy.capabilities.prediction
         assert prediction is not None
         self._prediction = prediction
-        self._ridge = policy.ridge._asdict()
+        self._ridge = policy.ridge
         self._places = options.window + 2
         shape = (num_layers, num_rows, self._places, model.num_qo_heads, model.head_dim)
         dtype = getattr(torch, model.dtype)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -12,7 +12,7 @@ from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, ridge_predict
 
 from .base import PolicyCapabilities, PolicyOptions
-from .windowed import RidgeParameters, WindowedPolicy, WindowOptions
+from .windowed import WindowedPolicy, WindowOptions
 
 
 class AsyncSpadeOptions(WindowOptions):
@@ -78,11 +78,10 @@ class AsyncSpadePolicy(WindowedPolicy):
     options: AsyncSpadeOptions
 
     @property
-    def ridge(self) -> RidgeParameters:
+    def ridge(self) -> dict[str, Any]:
         """See `WindowedPolicy.ridge`."""
-        options = self.options
-        return RidgeParameters(options.eps, options.sign, options.normalise)
+        return self.options.model_dump(include={"eps", "sign", "normalise"})
 
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """See `WindowedPolicy.predict`."""
-        return ridge_predict(windows, counts, **self.ridge._asdict())
+        return ridge_predict(windows, counts, **self.ridge)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -40,14 +40,6 @@ class WindowOptions(PolicyOptions):
     def reads_rotary(self, capabilities: PolicyCapabilities) -> bool:
         """See `PolicyOptions.reads_rotary`."""
         return self.unrotate
-
-
-class RidgeParameters(NamedTuple):
-    """What kernels of `tandemkv.kernels.query_window` are told of a ridge regression."""
-
-    eps: float = 1e-2
-    sign: int = 1
-    normalise: Literal["softmax", "none"] = "softmax"
 
 
 @dataclass(slots=True)
@@ -109,9 +101,9 @@ class WindowedPolicy(ScoringPolicy):
         self.windows = QueryWindows(self.options.window + 1)
 
     @property
-    def ridge(self) -> RidgeParameters:
-        """What the kernel is told, with `PolicyCapabilities.prediction` ``ridge``."""
-        return RidgeParameters()
+    def ridge(self) -> dict[str, Any]:
+        """What `tandemkv.kernels.query_window` is told of a ridge regression, where it is one."""
+        return {}
 
     @abstractmethod
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
