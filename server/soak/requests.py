@@ -81,8 +81,8 @@ class Load:
         sentences = rng.randrange(4)
         if kind == "long" or (kind == "hang up" and rng.random() < 0.3):
             sentences = rng.randrange(self._most_sentences // 4, self._most_sentences)
-        prompt = f"{prose(rng, sentences)} Code {code}. Code {code}. Code".lstrip()
-        body: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randrange(8, 24)}
+        body: dict[str, Any] = {"prompt": _prompt(prose(rng, sentences), code)}
+        body["max_tokens"] = rng.randrange(8, 24)
         body["temperature"] = rng.choice([0, 0, 0.8])
         path, hang_up_after = COMPLETIONS, None
         if kind == "chat":
@@ -111,13 +111,7 @@ class Load:
         code = code_of(self._seed, -1 - index)
         is_long = index % 3 == 2
         sentences = self._most_sentences // 3 if is_long else rng.randrange(3)
-        body: dict[str, Any] = {
-            "prompt": f"{prose(rng, sentences)} Code {code}. Code {code}. Code".lstrip(),
-            "max_tokens": 16,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": stream,
-        }
+        body = _greedy(prose(rng, sentences), code, max_tokens=16, stream=stream)
         if is_long:
             body["cache_salt"] = f"{random.getrandbits(64):x}"
         if logprobs:
@@ -127,14 +121,16 @@ class Load:
     def probe(self, number: int) -> Request:
         """Return a request that is always of the same length, to compare times with."""
         code = code_of(self._seed, -1_000_000 - number)
-        body = {
-            "prompt": f"Code {code}. Code {code}. Code",
-            "max_tokens": 8,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
+        body = _greedy("", code, max_tokens=8, stream=True)
         return Request(kind="probe", path=COMPLETIONS, body=body, code=code)
+
+
+def _prompt(before: str, code: str) -> str:
+    return f"{before} Code {code}. Code {code}. Code".lstrip()
+
+
+def _greedy(before: str, code: str, **more: Any) -> dict[str, Any]:
+    return {"prompt": _prompt(before, code), "temperature": 0, "ignore_eos": True, **more}
 
 
 def _bad(path: str, refusals: set[int], raw: bytes | None = None, **body: Any) -> Request:

@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -114,21 +114,18 @@ class _CpuOfOthers:
     """CPU time, in cores, that is used by neither the server nor us."""
 
     def __init__(self) -> None:
-        self._before: tuple[float, float, float] | None = None
+        self._before: tuple[float, float] | None = None
 
     def cores(self, processes: ServerProcesses) -> float:
         """Return the mean since the last call; 0 at the first."""
-        times: Any = psutil.cpu_times()
-        busy = float(sum(times)) - times.idle - getattr(times, "iowait", 0.0)
-        busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+        used = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)  # since the last call
         ours = sum(os.times()[:2])
         for process in itertools.chain.from_iterable(processes.by_role().values()):
             with contextlib.suppress(psutil.Error):
                 ours += sum(process.cpu_times()[:2])
-        now, before = (time.time(), busy, ours), self._before
+        now, before = (time.time(), ours), self._before
         self._before = now
         if before is None or now[0] <= before[0]:
             return 0.0
         # A process that ended takes its time along: less than nothing is nothing.
-        used_s = float(now[1] - before[1]) - max(0.0, now[2] - before[2])
-        return max(0.0, used_s / (now[0] - before[0]))
+        return max(0.0, used - max(0.0, now[1] - before[1]) / (now[0] - before[0]))
