@@ -13,6 +13,7 @@ from tandemkv.server.checks.shared_gpus import are_peers, mps_directory, runs_mp
 from tandemkv.server.evaluation.provenance import visible_gpu
 from tandemkv.server.plan.constants import ADVICE, read_profile
 from tandemkv.server.plan.footprint import GIB
+from tandemkv.server.plan.measure import ProfileError
 from tandemkv.server.plan.profile import Machine
 
 from .finding import Finding
@@ -84,11 +85,13 @@ def check_compiler() -> Finding:
 def check_profile() -> Finding:
     """Look for the constants of this machine, with which times are predicted."""
     gpu = visible_gpu()
-    found = None if gpu is None else read_profile(Machine.of(gpu))
-    if found is not None and found.profile is not None:
-        return Finding("profile", "ok", f"measured {found.profile.taken_at}")
-    problem = "" if found is None else found.problem
-    text = problem or "none: times are predicted with constants of one H200"
-    if not problem and gpu is not None and "H200" in gpu.name:
+    try:
+        profile = None if gpu is None else read_profile(Machine.of(gpu))
+    except ProfileError as error:
+        return Finding("profile", "warn", str(error), ADVICE)
+    if profile is not None:
+        return Finding("profile", "ok", f"measured {profile.taken_at}")
+    text = "none: times are predicted with constants of one H200"
+    if gpu is not None and "H200" in gpu.name:
         return Finding("profile", "ok", text)
     return Finding("profile", "warn", text, ADVICE)

@@ -46,10 +46,11 @@ def constants_here() -> Constants:
     gpu = visible_gpu()
     if gpu is None:
         return Constants(H200, "")
-    found = read_profile(Machine.of(gpu))
-    if found.profile is not None:
-        return Constants(found.profile.constants(), "")
-    return Constants(H200, f"{found.problem}; {ADVICE}" if found.problem else ADVICE)
+    try:
+        profile = read_profile(Machine.of(gpu))
+    except ProfileError as error:
+        return Constants(H200, f"{error}; {ADVICE}")
+    return Constants(H200, ADVICE) if profile is None else Constants(profile.constants(), "")
 
 
 def measure_here(progress: Callable[[str], None]) -> MachineProfile:
@@ -104,45 +105,38 @@ def timings_here() -> DeviceTimings:
     return DeviceTimings(device)
 
 
-class Found(NamedTuple):
-    """A profile that holds here; or None, and why there is none (empty: none was ever taken)."""
-
-    profile: MachineProfile | None
-    problem: str = ""
-
-
 def profile_path(gpu: str) -> Path:
     """Return the file of a GPU's name; raises as `cache_root`, in which it is."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "gpu"
     return cache_root() / "profiles" / f"{name}.json"
 
 
-def read_profile(machine: Machine) -> Found:
-    """Return the profile that was taken of `machine`.
+def read_profile(machine: Machine) -> MachineProfile | None:
+    """Return the profile that was taken of `machine`; None if none was ever taken.
 
-    One that was taken with another driver or version, and a file that cannot be read, are not
-    used; `Found.problem` says so.
+    Raises `ProfileError` if it was taken with another driver or version, or cannot be read.
     """
     path = profile_path(machine.gpu)
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
-        return Found(None)
+        return None
     except OSError as error:
-        return Found(None, f"the profile {path} cannot be read ({error.strerror})")
+        raise ProfileError(f"the profile {path} cannot be read ({error.strerror})") from error
     if len(text) > _MOST_BYTES:
-        return Found(None, f"the profile {path} is no profile: more than {_MOST_BYTES} bytes")
+        raise ProfileError(f"the profile {path} is no profile: more than {_MOST_BYTES} bytes")
     try:
         profile = MachineProfile.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        return Found(None, f"the profile {path} is no profile: {where}: {first['msg']}")
+        why = f"{where}: {first['msg']}"
+        raise ProfileError(f"the profile {path} is no profile: {why}") from error
     difference = machine.difference(profile.machine)
     if difference:
-        return Found(None, f"the profile {path} was taken with {difference}")
-    return Found(profile)
+        raise ProfileError(f"the profile {path} was taken with {difference}")
+    return profile
 
 
 def write_profile(profile: MachineProfile) -> Path:

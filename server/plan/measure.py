@@ -23,7 +23,7 @@ LAYER_BATCHES = (1, 8)
 
 
 class ProfileError(TandemKVError):
-    """A machine could not be measured."""
+    """A machine could not be measured, or what was measured of it cannot be used."""
 
 
 class Line(NamedTuple):
