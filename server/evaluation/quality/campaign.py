@@ -284,13 +284,14 @@ def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[s
         "evaluation": Sourced(True, "tandemkv quality"),
         "max_running_requests": Sourced(request.concurrency, "--concurrency"),
     }
+    own = {*flags, "port", "host", "run_dir", "selection.policy"}
     for text in request.settings or ():
         key, separator, value = text.partition("=")
         if not separator:
             raise SettingsError(f"--set {text}: KEY=VALUE is required, e.g. selection.fetch_cap=64")
-        if key in (*flags, "port", "host", "run_dir", "selection.policy"):
-            raise SettingsError(f"--set {text}: tandemkv quality sets {key} itself")
-        option = split_option(key)
+        if key.strip() in own:
+            raise SettingsError(f"--set {text}: tandemkv quality sets {key.strip()} itself")
+        option = split_option(key.strip())
         if option is not None:
             raise SettingsError(
                 f"--set {text}: an option of a policy follows its name: --policies "

@@ -60,6 +60,7 @@ def test_help_names_tasks_and_options() -> None:
         (("--policies", ",", "--no-dense"), "nothing to measure"),
         (("--set", "selection.fetch_capp=2"), "did you mean selection.fetch_cap?"),
         (("--set", "port=1"), "tandemkv quality sets port itself"),
+        (("--set", "port =1"), "tandemkv quality sets port itself"),
         (("--set", "nothing"), "KEY=VALUE is required"),
         (("--corpus", "nowhere.txt"), "corpus nowhere.txt: cannot be read"),
     ],

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,6 @@ from tandemkv.server.plan.footprint import GIB, USABLE_FRACTION, index_bytes, me
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import find_shape
 from tandemkv.server.plan.workload import Workload
-from tandemkv.server.settings.sources import Sourced, load_settings
 
 QWEN = find_shape("qwen3-8b")
 LOAD = Workload.from_selection(
@@ -480,24 +478,3 @@ def test_the_quick_start_has_the_command_that_plan_prints(runner: CliRunner) -> 
     result = runner.invoke(app, [*arguments, "--gpu-memory", "139"])
     command = result.output.partition("start it with\n  ")[2].splitlines()[0]
     assert f"\n{command}\n" in page
-
-
-def test_every_placement_can_be_started() -> None:
-    for gpus in range(1, 17):
-        dense, *own = possible_placements(QWEN, gpus)
-        assert dense.flags == ()
-        for placement in own:
-            flags = dict(pairwise(placement.flags))
-            is_separate = placement.kind is PlacementKind.SEPARATE
-            want = placement.num_cache_gpus if is_separate else 0
-            assert flags["--cache-ranks"] == str(want)
-            assert int(flags.get("--tp", "1")) + want == placement.num_gpus
-            settings = load_settings(
-                {
-                    "model": Sourced("m", "test"),
-                    "cache_ranks": Sourced(flags["--cache-ranks"], "test"),
-                    "tensor_parallel": Sourced(flags.get("--tp", "1"), "test"),
-                },
-                {},
-            )
-            assert settings.wished_link == (None if is_separate else "local")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from typer.testing import CliRunner
 
 from tandemkv.server.cli.commands import app
 from tandemkv.server.plan.footprint import memory_of
-from tandemkv.server.plan.placement import Placement, PlacementKind
+from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import find_shape
 from tandemkv.server.plan.workload import Workload
+from tandemkv.server.settings.sources import Sourced, load_settings
 
 QWEN = find_shape("qwen3-8b")
 
@@ -206,3 +208,24 @@ def test_the_longest_request_is_that_of_the_option_whatever_a_variable_says(
     assert expected.exit_code == 0
     monkeypatch.setenv("TANDEMKV_SERVE_MAX_CONTEXT", "200k")
     assert runner.invoke(app, arguments).output == expected.output
+
+
+def test_every_placement_can_be_started() -> None:
+    for gpus in range(1, 17):
+        dense, *own = possible_placements(QWEN, gpus)
+        assert dense.flags == ()
+        for placement in own:
+            flags = dict(pairwise(placement.flags))
+            is_separate = placement.kind is PlacementKind.SEPARATE
+            want = placement.num_cache_gpus if is_separate else 0
+            assert flags["--cache-ranks"] == str(want)
+            assert int(flags.get("--tp", "1")) + want == placement.num_gpus
+            settings = load_settings(
+                {
+                    "model": Sourced("m", "test"),
+                    "cache_ranks": Sourced(flags["--cache-ranks"], "test"),
+                    "tensor_parallel": Sourced(flags.get("--tp", "1"), "test"),
+                },
+                {},
+            )
+            assert settings.wished_link == (None if is_separate else "local")
