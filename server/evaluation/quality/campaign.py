@@ -22,6 +22,7 @@ from tandemkv.cache_rank.protocol.settings.exchange_settings import CacheSetting
 from tandemkv.server.checks.preflight import check_capacity, resolve_dtype, resolve_model
 from tandemkv.server.evaluation.corpus import built_in_corpus, read_corpus
 from tandemkv.server.evaluation.provenance import installed_versions, own_command
+from tandemkv.server.evaluation.result_file import check_result_folder
 from tandemkv.server.evaluation.tokenizing import Tokenizer, load_tokenizer
 from tandemkv.server.models.calibrated import channels_file, queries_file
 from tandemkv.server.plan.devices import resolve_device
@@ -163,6 +164,7 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     Nothing is started. Raises `SettingsError` if anything is unknown, missing, too short or too
     long; `UnsupportedModelError` if the model cannot be served.
     """
+    check_result_folder(request.out, "--out")
     tasks = find_tasks(request.task_names, request.contexts)
     _check_part_and_dense(request, tasks)
     model_dir = resolve_model(request.model or "", note)

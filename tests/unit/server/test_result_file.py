@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.cli.commands import app
-from tandemkv.server.evaluation.result_file import check_result_file
+from tandemkv.server.evaluation.result_file import check_result_file, check_result_folder
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,21 @@ def test_what_may_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         check_result_file(tmp_path / "new" / "result.json", "--out")
     (tmp_path / "old.json").write_text("{}")
     check_result_file(tmp_path / "old.json", "--out")
+
+
+@pytest.mark.parametrize("place", ["file", "file/results"])
+def test_quality_looks_for_its_folder_before_it_works(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    asked = ["quality", "smollm2", "--policies", "streaming", "--out", str(tmp_path / place)]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2, result.output
+    assert "is no folder; name a folder in another" in " ".join(result.output.split())
+
+
+def test_a_folder_may_be_there_or_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_result_folder(tmp_path, "--out")
+    check_result_folder(tmp_path / "new" / "results", "--out")
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    with pytest.raises(SettingsError, match=f"{tmp_path} cannot be written to; name another fol"):
+        check_result_folder(tmp_path / "new", "--out")
