@@ -23,7 +23,9 @@ class Fence:
 
     A process that was stopped, or hangs, still has the memory mapped, and may go on at any time.
     `connection` is a Unix socket, open at the other end as long as the process uses the memory. One
-    that was told to let go is waited for `grace_s`, before it is ended.
+    that was told to let go is waited for `grace_s`, before it is ended. One that cannot be ended
+    from here, for it is in another PID namespace, finds that we have hung up and lets go by itself,
+    if it lives.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -39,13 +41,15 @@ class Fence:
                 self._process = -1
 
     def close(self, timeout_s: float) -> None:
-        """Return once the other end is closed; kills the process if it is not. Idempotent.
+        """Return once the other end is closed; hangs up, and kills the process, if it is not.
 
-        Raises `CacheRankLostError` if it is still open after `timeout_s`.
+        Idempotent. Raises `CacheRankLostError` if it is still open after `timeout_s`.
         """
         if self._connection.fileno() < 0:
             return
         if not has_hung_up(self._connection, self.grace_s):
+            with contextlib.suppress(OSError):  # it has just ended
+                self._connection.shutdown(socket.SHUT_WR)  # we still see it hang up
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 if self._process >= 0:
                     signal.pidfd_send_signal(self._process, signal.SIGKILL)

@@ -11,8 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared_forward import Forward, settings_of
+from stream_forward import engine_of
+from tiny_model import write_model
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank.links.fence import Fence
 
 _PEER = """
@@ -129,3 +134,18 @@ def test_an_open_end_that_cannot_be_ended_is_an_error() -> None:
     theirs.close()
     fence.close(1.0)
     ours.close()
+
+
+def test_one_that_cannot_be_ended_and_lives_lets_go_by_itself(tmp_path: Path) -> None:
+    """As in a container of its own, after a step that took it too long; it has heartbeats still."""
+    settings = settings_of("oracle", {}, index_dtype="int8")
+    run_dir, model_dir = RunDir.create(tmp_path / "run"), write_model(tmp_path / "model")
+    with engine_of(run_dir, model_dir, settings, homes=Homes.on_host()):  # of this process
+        played = Forward(run_dir, model_dir, settings)
+        connection = played.connection
+        connection.mark_lost("no answer within 4 s")  # type: ignore[call-arg]
+        connection.adopt(connection.open_connection(timeout_s=5.0))  # type: ignore[arg-type]
+        played.begin()
+        assert played.num_lost == 0
+        connection.close()
+        played.kept.close()
