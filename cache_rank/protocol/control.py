@@ -11,8 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import zmq
-
 from .errors import CacheRankLostError
 from .fault_points import reach
 from .ipc import IpcDealer, IpcRouter, making_socket, readable
@@ -49,14 +47,12 @@ class ControlClient(IpcDealer):
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._is_connected = self._was_cut_off = False
         with making_socket(run_dir.control_socket):
             super().__init__(run_dir.control_socket)
         self._run_dir = run_dir
 
     def _before_connecting(self) -> None:
-        events = int(zmq.Event.HANDSHAKE_SUCCEEDED) | int(zmq.Event.DISCONNECTED)
-        self._watch(events)
+        self._watch()
 
     def send(self, message: Message) -> None:
         """Queue `message`; waits 50 ms at most.
@@ -83,7 +79,8 @@ class ControlClient(IpcDealer):
         deadline = now + timeout_s
         while not readable(self._socket, min(deadline, now + _SLICE_S)):
             now = time.monotonic()
-            if self._has_lost_who_was_asked() or now >= deadline:
+            self._look()
+            if self._was_cut_off or now >= deadline:
                 break
             if meanwhile is not None:
                 meanwhile()
@@ -99,13 +96,3 @@ class ControlClient(IpcDealer):
             f"the cache rank did not answer {name} within {timeout_s:g} s; "
             f"is it running? `tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
         )
-
-    def _has_lost_who_was_asked(self) -> bool:
-        """Whether a process that had let us in has ended: what it had got is lost.
-
-        The socket connects to the next one by itself, which gets only what was not sent before.
-        """
-        for event in self._noted():
-            self._was_cut_off |= self._is_connected and event == zmq.Event.DISCONNECTED
-            self._is_connected |= event == zmq.Event.HANDSHAKE_SUCCEEDED
-        return self._was_cut_off

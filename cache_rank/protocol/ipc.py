@@ -124,6 +124,7 @@ class Dealer(Generic[T]):
 
     def __init__(self, codec: Codec[T], place: object) -> None:
         self._codec, self._place = codec, place
+        self._is_in = self._was_cut_off = False
         self._context, self._socket = _bound(zmq.DEALER)
         self._monitor: zmq.Socket[bytes] | None = None
 
@@ -161,17 +162,29 @@ class Dealer(Generic[T]):
         self._socket.close(linger=_SEND_TIMEOUT_MS)
         self._context.term()
 
-    def _watch(self, events: int) -> zmq.Socket[bytes]:
-        """Have `events` of the connection noted from now on; returns where they arrive."""
+    def _watch(self, events: int = 0) -> zmq.Socket[bytes]:
+        """Have the connection watched from now on, with `events` besides; returns where they come.
+
+        `_look` notes whether we were let in (`_is_in`), and whether a process that had let us in
+        has hung up (`_was_cut_off`). What it had got is lost then: the socket connects to the next
+        one by itself, which gets only what was not sent before.
+        """
+        events |= int(zmq.Event.HANDSHAKE_SUCCEEDED) | int(zmq.Event.DISCONNECTED)
         self._monitor = self._socket.get_monitor_socket(events)
         return self._monitor
 
-    def _noted(self) -> Iterator[int]:
-        """Yield the events that came since the last look."""
+    def _look(self) -> None:
+        """Take note of what became of the connection since the last look."""
         assert self._monitor is not None
         with contextlib.suppress(zmq.Again):
             while True:
-                yield parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                self._was_cut_off |= self._is_in and event == zmq.Event.DISCONNECTED
+                self._is_in |= event == zmq.Event.HANDSHAKE_SUCCEEDED
+                self._on_event(event)
+
+    def _on_event(self, event: int) -> None:
+        """For who watches more than that."""
 
 
 class IpcDealer(Dealer[Message]):

@@ -116,9 +116,8 @@ class Caller(Dealer[Letter]):
         self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.curve_serverkey = server
-        events = int(zmq.Event.CONNECTED) | int(zmq.Event.HANDSHAKE_SUCCEEDED) | _REFUSALS
-        self._events = self._watch(events)
-        self._is_in = self._is_connected = False
+        self._events = self._watch(int(zmq.Event.CONNECTED) | _REFUSALS)
+        self._is_connected = False
         self._socket.connect(str(address))
 
     def enter(self, timeout_s: float) -> None:
@@ -139,7 +138,7 @@ class Caller(Dealer[Letter]):
 
         Raises `HandshakeRefusedError` if we are not let in, or what we ask for is refused;
         `CacheRankLostError` if there is no answer within `timeout_s`, with what is known of the
-        reason; `ProtocolError` if it is malformed.
+        reason, or the process that had let us in ends before; `ProtocolError` if it is malformed.
         """
         self.send(letter)
         return self._answer(timeout_s)
@@ -173,30 +172,30 @@ class Caller(Dealer[Letter]):
     ) -> Letter | None:
         """Return the next letter, or None after `timeout_s`; `meanwhile` is called as by `knock`.
 
-        Raises `HandshakeRefusedError` if we are not let in, `ProtocolError` if it is malformed.
+        Raises `HandshakeRefusedError` if we are not let in, `CacheRankLostError` if the process
+        that had let us in has ended, and `ProtocolError` if it is malformed.
         """
         deadline = time.monotonic() + timeout_s
         while not readable(self._socket, min(deadline, time.monotonic() + _SLICE_S)):
             self._look()
-            if time.monotonic() >= deadline:
-                return None
+            if self._was_cut_off or time.monotonic() >= deadline:
+                break
             if meanwhile is not None:
                 meanwhile()
-        return super().receive(0.0)
+        letter = super().receive(0.0)  # what it said before it ended has arrived by then
+        if letter is None and self._was_cut_off:
+            raise CacheRankLostError(f"the cache rank at {self.address} has hung up; see its log")
+        return letter
 
-    def _look(self) -> None:
-        """Take note of what became of the connection."""
-        for event in self._noted():
-            self._is_connected = True
-            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self._is_in = True
-            elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-                raise HandshakeRefusedError(
-                    "key",
-                    f"the cache rank at {self.address} does not let us in: our key or our "
-                    "address is not on its allow-list; copy inference_rank.key into its folder "
-                    "of keys, and name our address there",
-                )
+    def _on_event(self, event: int) -> None:
+        self._is_connected = True
+        if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            raise HandshakeRefusedError(
+                "key",
+                f"the cache rank at {self.address} does not let us in: our key or our "
+                "address is not on its allow-list; copy inference_rank.key into its folder "
+                "of keys, and name our address there",
+            )
 
     def _why(self, timeout_s: float) -> str:
         within = f"within {timeout_s:g} s"

@@ -40,7 +40,7 @@ from tandemkv.cache_rank.protocol.message.keys import (
     own_keys,
     public_key,
 )
-from tandemkv.cache_rank.protocol.message.letters import Letter, Meet, Met
+from tandemkv.cache_rank.protocol.message.letters import Ended, Letter, Meet, Met
 from tandemkv.cache_rank.protocol.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -112,6 +112,26 @@ def test_who_has_the_keys_is_answered(keys: Path) -> None:
         for sequence in (1, 2):
             reply = HeartbeatReply(epoch=3, sequence=sequence, busy_s=0.0)
             assert _asks(caller, sequence) == reply
+
+
+@pytest.mark.parametrize("says_why", [False, True])
+def test_who_ends_while_it_is_asked_is_not_waited_for(keys: Path, *, says_why: bool) -> None:
+    """zmq connects to the next one by itself, which has not got the question."""
+    door = Door(_ANYWHERE, own_keys(keys, CACHE_RANK), allowed_keys(keys))
+    with _calling(door, keys) as caller, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(caller.request, Heartbeat(epoch=3, sequence=1), 20.0)
+        while (received := door.receive(0.05)) is None:
+            pass
+        ended = Ended(epoch=3, reason="the cache rank's host stops")
+        if says_why:
+            door.send(received[0], ended)
+        door.close()
+        with _serving(keys, address=door.address):
+            if says_why:
+                assert asked.result(5.0) == ended
+            else:
+                with pytest.raises(CacheRankLostError, match="has hung up"):
+                    asked.result(5.0)
 
 
 def test_a_key_that_is_not_on_the_allow_list(keys: Path, tmp_path: Path) -> None:
