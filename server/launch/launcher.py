@@ -287,6 +287,12 @@ class Launcher:
                     text = f"[dim]{child.spec.name}:[/] {escape(line)}"
                     self._console.print(text, soft_wrap=True)
 
+    def _kept_while_draining(self) -> list[SupervisedRank]:
+        """Return what is looked after until SGLang's requests have finished: all but SGLang."""
+        if self._sglang is None or not self._sglang.liveness.was_ready:  # it has no requests
+            return []
+        return [rank for rank in self._ranks() if rank is not self._sglang]
+
     def _shut_down(self, *, keep_logs: bool) -> None:
         asked = len(self._signals)
         speaks = self._plan.sglang is not None and (asked or self._has_ended_elsewhere())
@@ -298,12 +304,22 @@ class Launcher:
                 soft_wrap=True,
             )
 
+        kept = self._kept_while_draining() if asked else []
+
         def hurry() -> bool:
             self._echo_logs()
+            for each in tuple(kept):
+                try:
+                    each.keep()
+                except LaunchError as error:
+                    kept.remove(each)
+                    self._console.print(f"[red]no more restarts[/]: {escape(str(error))}")
             return len(self._signals) > max(1, asked)
 
         # SGLang first: its requests need the cache rank until they are finished.
         for rank in reversed(self._ranks()):
+            if rank is not self._sglang:
+                kept.clear()
             drain_s = self._plan.drain_timeout_s if asked else 0.0
             rank.stop(drain_s + self._plan.exit_timeout_s, hurry)
         self._echo_logs()

@@ -318,6 +318,23 @@ def test_sglang_may_finish_and_the_cache_rank_ends_last(
     assert_all_gone(launched.pids())
 
 
+def test_a_cache_rank_that_is_lost_while_sglang_drains_is_started_again(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """Requests under way wait for it."""
+    launched = launch("serve", "draining")
+    launched.wait_for("READY")
+    launched.process.terminate()
+    eventually(lambda: (tmp_path / "sglang.draining").exists(), launched.text)
+    os.kill(launched.pids("cache")[0], signal.SIGKILL)
+    eventually(lambda: len(launched.pids("cache")) == 2, launched.text)
+    (tmp_path / "sglang.finish").touch()
+    assert launched.wait() == 0
+    assert (tmp_path / "sglang.ended").exists()
+    assert len(launched.pids("cache")) == 2  # its own end is none that it is started again after
+    assert_all_gone(launched.pids())
+
+
 def test_a_second_signal_ends_it_at_once(launch: Callable[..., Launched], tmp_path: Path) -> None:
     launched = launch("serve", "draining")
     launched.wait_for("READY")
