@@ -36,7 +36,6 @@ _MADE = (
     *_SOCKET_NAMES,
     *(f"{name}.lock" for name in _SOCKET_NAMES),
     *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml*", "keep-logs", FAULTS_FILE),
-    "launcher.lock",
     *(f"own-keys/{end}.key*" for end in ("cache_rank", "inference_rank")),  # of link message
     *_OF_SGLANG,
 )
@@ -47,6 +46,7 @@ _FOLDERS = (
     *(f"far/[0-9]*/{name}*.log*" for name in ("cache_rank", "standby")),  # nobody is told of them
     *(f"{name}/" for name in (*_OF_ENGINES, "far", "own-keys")),
 )
+_LOCK = "launcher.lock"
 
 
 class RunDir:
@@ -130,14 +130,15 @@ class RunDir:
         """Patterns of all paths that a launch makes, logs apart, in the order in which they go.
 
         Those that end with a slash are of folders, which go if they are empty by then: there may be
-        some of these names, or things in them, that no launch made.
+        some of these names, or things in them, that no launch made. The lock goes last: the next
+        launch begins as soon as it is gone.
         """
         inside = list[str]()
         for pattern in self._patterns(_OF_ENGINES):
             for name in glob.glob(pattern):  # noqa: PTH207 (absolute)
                 with contextlib.suppress(SettingsError):  # it is none of ours
-                    inside += RunDir.open(name)._patterns(_MADE)
-        return (*inside, *self._patterns((*_MADE, *_FOLDERS)))
+                    inside += RunDir.open(name)._patterns((*_MADE, _LOCK))
+        return (*inside, *self._patterns((*_MADE, *_FOLDERS, _LOCK)))
 
     @cached_property
     def token(self) -> bytes:

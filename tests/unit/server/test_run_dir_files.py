@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,21 @@ def test_the_watchdog_keeps_the_lock_until_it_has_removed_what_is_there(tmp_path
         take_lock(tmp_path / "launcher")
     watchdog.close()
     os.close(take_lock(tmp_path / "launcher"))
+
+
+def test_the_lock_goes_when_all_else_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another launch may wait for it, whose files would go with those of the one that ends."""
+    run_dir, seen = RunDir.create(tmp_path / "run"), list[bool]()
+    lock = run_dir.path / "launcher.lock"
+    os.close(take_lock(lock.with_suffix("")))
+    run_dir.temporary.mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: seen.append(lock.exists()))
+    run_dir.clear()
+    assert seen == [True]
+    assert not lock.exists()
+    assert run_dir.made[-1] == str(lock)  # in this order the watchdog removes them
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
