@@ -5,6 +5,8 @@ Built around what gloo does to those who are careless:
 
 - A receive smaller than the message kills the process. Each message is two transfers: a header of
   fixed size, and a body of the bytes that the header names, which are checked first.
+- A send that is being written when the pair breaks is never told, and waits to its limit; one that
+  the other end has not asked for yet is told. So the header is waited for behind its body.
 - A wait that times out closes the pair for good. In an epoch `receive` has no limit; `abort` uses
   the same fact to break every wait at once (the process group's own ``abort`` does nothing).
 - Its stores listen on every interface, or need a shared folder. Here each end has a store of its
@@ -173,8 +175,12 @@ class DataPlane:
             )
         self._sent[0], self._sent[2] = _MAGIC, body.numel()
         self._sent[1] += 1
-        self._do(lambda group: group.send([self._sent], self._peer, _HEADER_TAG), self._timeout)
-        self._do(lambda group: group.send([body], self._peer, _BODY_TAG), self._timeout)
+
+        def post(group: Any) -> list[Any]:
+            header = group.send([self._sent], self._peer, _HEADER_TAG)
+            return [group.send([body], self._peer, _BODY_TAG), header]
+
+        self._do(post, self._timeout)
         self.bytes_sent += body.numel()
 
     def receive(self, limit_s: float | None = None) -> torch.Tensor:
@@ -185,14 +191,14 @@ class DataPlane:
         """
         header = self._received
         limit = _FOREVER if limit_s is None else timedelta(seconds=limit_s)
-        self._do(lambda group: group.recv([header], self._peer, _HEADER_TAG), limit)
+        self._do(lambda group: [group.recv([header], self._peer, _HEADER_TAG)], limit)
         magic, number, size = header.tolist()
         self._num_received += 1
         if magic != _MAGIC or number != self._num_received or not 0 < size <= MAX_BODY_BYTES:
             self.abort("the other end does not speak our protocol")
             raise ProtocolError(f"message {number} of {size} bytes is out of order or bounds")
         body = torch.empty(size, dtype=torch.uint8)
-        self._do(lambda group: group.recv([body], self._peer, _BODY_TAG), self._timeout)
+        self._do(lambda group: [group.recv([body], self._peer, _BODY_TAG)], self._timeout)
         self.bytes_received += size
         return body
 
@@ -216,12 +222,13 @@ class DataPlane:
         self.abort("the data plane was closed")
         self._group = self._store = None
 
-    def _do(self, post: Any, timeout: timedelta) -> None:
+    def _do(self, post: Callable[[Any], list[Any]], timeout: timedelta) -> None:
         group = self._group
         if group is None or self._reason:
             raise CacheRankLostError(self._reason or "the data plane was closed")
         try:
-            post(group).wait(timeout)
+            for work in post(group):
+                work.wait(timeout)
         except RuntimeError as error:
             raise CacheRankLostError(
                 self._reason or f"the other host is gone, or does not read: {error}"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -70,6 +71,33 @@ def _move(sender: DataPlane, receiver: DataPlane, body: torch.Tensor) -> torch.T
     found = receiver.receive()
     thread.join()
     return found
+
+
+class _Breaking:
+    """A pair of gloo's that breaks while it writes a header, of which only the body is told."""
+
+    class Work:
+        def __init__(self, tag: int) -> None:
+            self._is_header = tag == data_plane._HEADER_TAG
+
+        def wait(self, timeout: timedelta) -> None:
+            if self._is_header:
+                time.sleep(timeout.total_seconds())
+            raise RuntimeError("Connection closed by peer")
+
+    def send(self, _tensors: list[torch.Tensor], _peer: int, tag: int) -> Work:
+        return self.Work(tag)
+
+    recv = send
+
+
+def test_a_send_that_the_pair_breaks_under_ends_at_once() -> None:
+    """Who ends the epoch waits for the thread that sends."""
+    plane = DataPlane(_Breaking(), CACHE_END, None, timeout_s=30.0)
+    begun = time.monotonic()
+    with pytest.raises(CacheRankLostError, match="closed by peer"):
+        plane.send(torch.ones(1, dtype=torch.uint8))
+    assert time.monotonic() - begun < 5.0
 
 
 def _bytes(size: int, seed: int) -> torch.Tensor:
