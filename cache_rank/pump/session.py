@@ -20,7 +20,7 @@ from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSett
 from .gpu_link import PumpLanes
 
 _LOG = logging.getLogger(__name__)
-_POLL_S = 0.2
+_POLL_S, _JOIN_S = 0.2, 1.0
 MEMORY_S = 25.0
 """How long the inference rank's pump waits for the memory of its rank."""
 REPLACED = "a new inference rank came"
@@ -121,7 +121,10 @@ class PumpSession:
         """Release everything, and tell the rank of this host by that."""
         self.end("it was closed")
         for thread in self._threads:
-            thread.join()
+            thread.join(_JOIN_S)
+            # gloo lets one go at its limit only; it touches nothing of the epoch any more.
+            while thread.is_alive() and not self.plane.is_waiting(thread):
+                thread.join(_POLL_S)
         if self._lanes is not None:
             self._lanes.close()
         self.plane.close()

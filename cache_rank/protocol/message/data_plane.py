@@ -6,7 +6,9 @@ Built around what gloo does to those who are careless:
 - A receive smaller than the message kills the process. Each message is two transfers: a header of
   fixed size, and a body of the bytes that the header names, which are checked first.
 - A send that is being written when the pair breaks is never told, and waits to its limit; one that
-  the other end has not asked for yet is told. So the header is waited for behind its body.
+  the other end has not asked for yet is told. So the header is waited for behind its body. For a
+  body that is on its way there is no such help, to receive it neither: `is_waiting` tells who is
+  left in such a wait, and behind it nobody gets a message.
 - A wait that times out closes the pair for good. In an epoch `receive` has no limit; `abort` uses
   the same fact to break every wait at once (the process group's own ``abort`` does nothing).
 - Its stores listen on every interface, or need a shared folder. Here each end has a store of its
@@ -160,6 +162,7 @@ class DataPlane:
         self._timeout = timedelta(seconds=timeout_s)
         self._sent, self._received = torch.zeros(3, dtype=torch.int64), torch.zeros(3).long()
         self._num_received = 0
+        self._waiting: set[threading.Thread] = set()
         self._reason = ""
         self.breaks_with: list[Callable[[str], None]] = []
         self.bytes_sent = self.bytes_received = 0
@@ -217,8 +220,12 @@ class DataPlane:
                 never = group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NEVER_TAG)
                 never.wait(timedelta(milliseconds=1))
 
+    def is_waiting(self, thread: threading.Thread) -> bool:
+        """Whether `thread` is in `send` or `receive`."""
+        return thread in self._waiting
+
     def close(self) -> None:
-        """Release it, once no thread uses it any more. Idempotent."""
+        """Release it, once no thread uses it any more but those that wait in vain. Idempotent."""
         self.abort("the data plane was closed")
         self._group = self._store = None
 
@@ -226,6 +233,8 @@ class DataPlane:
         group = self._group
         if group is None or self._reason:
             raise CacheRankLostError(self._reason or "the data plane was closed")
+        thread = threading.current_thread()
+        self._waiting.add(thread)
         try:
             for work in post(group):
                 work.wait(timeout)
@@ -233,6 +242,10 @@ class DataPlane:
             raise CacheRankLostError(
                 self._reason or f"the other host is gone, or does not read: {error}"
             ) from error
+        finally:
+            self._waiting.discard(thread)
+        if self._reason:  # the memory may be another epoch's by now
+            raise CacheRankLostError(self._reason)
 
 
 def _key(end: int) -> str:

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ import torch
 from descriptors import open_descriptors
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError, SettingsError
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.message import data_plane
 from tandemkv.cache_rank.protocol.message.closed_port import drop_strangers
 from tandemkv.cache_rank.protocol.message.data_plane import (
@@ -28,6 +31,7 @@ from tandemkv.cache_rank.protocol.message.data_plane import (
     DataPlane,
     MeetingPoint,
 )
+from tandemkv.cache_rank.pump.session import PumpSession
 
 pytestmark = pytest.mark.timeout(60)
 _LOOPBACK, _TOKEN = "127.0.0.1", b"t" * TOKEN_BYTES
@@ -98,6 +102,42 @@ def test_a_send_that_the_pair_breaks_under_ends_at_once() -> None:
     with pytest.raises(CacheRankLostError, match="closed by peer"):
         plane.send(torch.ones(1, dtype=torch.uint8))
     assert time.monotonic() - begun < 5.0
+
+
+class _Stuck:
+    """A pair of gloo's that broke in the middle of a message: who waits for it is not told."""
+
+    def __init__(self) -> None:
+        self.is_waiting, self.go_on = threading.Event(), threading.Event()
+
+    def wait(self, _: timedelta) -> None:
+        self.is_waiting.set()
+        assert self.go_on.wait(30)
+
+    def recv(self, _tensors: list[torch.Tensor], _peer: int, tag: int) -> _Stuck:
+        if tag == data_plane._NEVER_TAG:
+            raise RuntimeError("Connection closed by peer")
+        return self
+
+
+def test_an_epoch_ends_without_who_waits_in_vain() -> None:
+    """And what that gets at last is for nobody: the memory is the next epoch's."""
+    group, (ours, theirs) = _Stuck(), socket.socketpair()
+    plane, taken = DataPlane(group, CACHE_END, None, timeout_s=60.0), list[torch.Tensor]()
+    session = PumpSession(1, plane, ours, (MappedTensors(),))
+    lanes: Any = SimpleNamespace(abort=lambda _: None, watches=lambda _: (), close=lambda: None)
+    session.start(lanes, lambda: taken.append(plane.receive()))
+    assert group.is_waiting.wait(10)
+    begun = time.monotonic()
+    session.close()
+    assert time.monotonic() - begun < 10
+    assert theirs.recv(1) == b""
+    group.go_on.set()
+    (thread,) = session._threads
+    thread.join(10)
+    assert not taken
+    assert session.reason == "it was closed"
+    theirs.close()
 
 
 def _bytes(size: int, seed: int) -> torch.Tensor:
