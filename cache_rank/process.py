@@ -137,8 +137,8 @@ def _run_all(
 
     first, *others = services
     with ThreadPoolExecutor(len(services), thread_name_prefix="engine") as pool:
-        running = [pool.submit(run, each) for each in others]
         try:
+            running = [pool.submit(run, each) for each in others]
             first.run(stop, on_ready)
         finally:
             stop.set()

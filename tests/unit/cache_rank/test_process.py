@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,3 +244,31 @@ def test_who_looks_for_a_server_is_not_taken_for_one(tmp_path):
     with pytest.raises(CacheRankError, match="another live process serves it"):
         take_lock(path)
     os.close(handle)
+
+
+def test_a_thread_that_cannot_be_started_ends_the_others(monkeypatch):
+    """A container may have no more of them; an engine that runs would be waited for for good."""
+    submit, ended = ThreadPoolExecutor.submit, []
+
+    def submit_once(pool, *given):
+        if ended:
+            raise RuntimeError("can't start new thread")
+        ended.append(False)
+        return submit(pool, *given)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_once)
+    stop = threading.Event()
+    service = SimpleNamespace(run=lambda stop, *_: ended.append(stop.wait(30)))
+
+    def run():
+        with pytest.raises(RuntimeError, match="new thread"):
+            process._run_all([service] * 3, stop, None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    is_running = thread.is_alive()
+    stop.set()
+    thread.join()
+    assert not is_running
+    assert ended == [False, True]
