@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Literal, Self
 
@@ -190,4 +191,5 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     except OSError as error:
         raise CalibrationError(f"out={path}: cannot be written ({error})") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing could be written there is nothing
+            temporary.unlink()

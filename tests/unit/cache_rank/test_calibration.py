@@ -162,6 +162,16 @@ def test_no_file_garbage_and_a_file_too_large(tmp_path: Path) -> None:
         read_calibration(path)
 
 
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CalibrationError, match=r"out=.*file/x\.json: cannot be written"):
+        write_calibration(kascade_file(), tmp_path / "file" / "x.json")
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(CalibrationError, match="cannot be written"):
+        write_calibration(kascade_file(), tmp_path / "x.json")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "x.json"}
+
+
 def test_a_file_of_another_model_or_policy_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     write_calibration(kascade_file(), path)
