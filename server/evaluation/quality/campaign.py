@@ -164,7 +164,7 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     Nothing is started. Raises `SettingsError` if anything is unknown, missing, too short or too
     long; `UnsupportedModelError` if the model cannot be served.
     """
-    check_result_folder(request.out, "--out")
+    check_result_folder(request.folder, "--out")
     tasks = find_tasks(request.task_names, request.contexts)
     _check_part_and_dense(request, tasks)
     model_dir = resolve_model(request.model or "", note)

@@ -43,10 +43,13 @@ def test_what_may_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     check_result_file(tmp_path / "old.json", "--out")
 
 
-@pytest.mark.parametrize("place", ["file", "file/results"])
-def test_quality_looks_for_its_folder_before_it_works(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["{}/file", "{}/file/results", "~/file"])
+def test_quality_looks_for_its_folder_before_it_works(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    asked = ["quality", "smollm2", "--policies", "streaming", "--out", str(tmp_path / place)]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = ["quality", "smollm2", "--policies", "streaming", "--out", place.format(tmp_path)]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 2, result.output
     assert "is no folder; name a folder in another" in " ".join(result.output.split())
