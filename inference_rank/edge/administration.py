@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ AdminCheck = Callable[[dict[str, Any], Limits], None]
 """Raises `RequestRefusedError`: 400."""
 
 _MOST_STEPS = 1 << 40
+_DIGITS = re.compile(r"[0-9]{1,16}")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 _FILE_NAME = string(64, pattern=r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -47,10 +50,21 @@ def _activities(name: str, value: Any, limits: Limits) -> None:
         raise wrong(name, value, "CPU among them, for this server has no GPU,")
 
 
+def _steps(least: int) -> Check:
+    """Return the check of a number of steps; SGLang's own clients send its digits."""
+    number = integer(least, _MOST_STEPS)
+
+    def check(name: str, value: Any, limits: Limits) -> None:
+        is_digits = isinstance(value, str) and _DIGITS.fullmatch(value)
+        number(name, int(value) if is_digits else value, limits)
+
+    return check
+
+
 _PROFILE: dict[str, Check] = {
     "output_dir": _folder,
-    "start_step": integer(0, _MOST_STEPS),
-    "num_steps": integer(1, _MOST_STEPS),
+    "start_step": _steps(0),
+    "num_steps": _steps(1),
     "activities": _activities,
     "profile_by_stage": boolean,
     "with_stack": boolean,
@@ -63,7 +77,7 @@ _LOGGING: dict[str, Check] = {
     "log_requests": boolean,
     "log_requests_level": integer(0, 3),
     "log_requests_format": only("text", "json"),
-    "log_level": only("debug", "info", "warning", "error", "critical"),
+    "log_level": only(*_LEVELS, *map(str.upper, _LEVELS)),
     "dump_requests_folder": _folder_or_none,
     "dump_requests_threshold": integer(1, 1 << 20),
     "dump_requests_exclude_meta_keys": list_of(string(256), 256),

@@ -32,6 +32,9 @@ def world() -> World:
         (PROFILE, {"activities": ["CPU", "RPD"]}, "activities[1]='RPD'"),
         (PROFILE, {"profile_by_stage": True}, "num_steps: profile_by_stage=true needs it"),
         (PROFILE, {"profile_by_stage": True, "num_steps": 0}, "num_steps=0"),
+        (PROFILE, {"num_steps": "0"}, "num_steps=0: an integer from 1"),
+        (PROFILE, {"num_steps": "-1"}, "num_steps='-1'"),
+        (PROFILE, {"start_step": "9" * 5000}, "start_step="),
         (PROFILE, {"output_dir": "/proc/none"}, "output_dir='/proc/none': the absolute path of a"),
         (PROFILE, {"output_dir": "~nobody-of-this-name/x"}, "absolute path"),
         (PROFILE, {"output_dir": "/tmp/\0"}, "absolute path"),
@@ -62,7 +65,9 @@ def test_is_passed_on(world: World, tmp_path: Path) -> None:
         (PROFILE, {}),
         (PROFILE, {"activities": ["CPU", "GPU"], "output_dir": folder, "num_steps": 3}),
         (PROFILE, {"profile_by_stage": True, "num_steps": 1, "profile_prefix": "a-1.b"}),
+        (PROFILE, {"num_steps": "5", "start_step": "3"}),  # as SGLang's own clients send them
         (LOGGING, {"log_requests": True, "log_requests_level": 3, "log_level": "debug"}),
+        (LOGGING, {"log_level": "INFO"}),  # SGLang takes it in capitals
         (LOGGING, {"dump_requests_folder": folder, "crash_dump_folder": ""}),
     ]
     for path, body in bodies:
