@@ -16,7 +16,7 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 
 from .errors import ProtocolError
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 MAX_FRAME_BYTES = 1 << 20
 MAX_SETTINGS_BYTES = 1 << 16
 """What settings of a selection may take as text, all together: options of a policy may be lists."""

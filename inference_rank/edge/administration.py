@@ -72,6 +72,7 @@ _PROFILE: dict[str, Check] = {
     "merge_profiles": boolean,
     "profile_id": _FILE_NAME,
     "profile_prefix": _FILE_NAME,
+    "profile_stages": list_of(only("prefill", "decode"), 2),
 }
 _LOGGING: dict[str, Check] = {
     "log_requests": boolean,

@@ -66,6 +66,7 @@ def test_is_passed_on(world: World, tmp_path: Path) -> None:
         (PROFILE, {"activities": ["CPU", "GPU"], "output_dir": folder, "num_steps": 3}),
         (PROFILE, {"profile_by_stage": True, "num_steps": 1, "profile_prefix": "a-1.b"}),
         (PROFILE, {"num_steps": "5", "start_step": "3"}),  # as SGLang's own clients send them
+        (PROFILE, {"profile_stages": ["decode"]}),
         (LOGGING, {"log_requests": True, "log_requests_level": 3, "log_level": "debug"}),
         (LOGGING, {"log_level": "INFO"}),  # SGLang takes it in capitals
         (LOGGING, {"dump_requests_folder": folder, "crash_dump_folder": ""}),
@@ -74,6 +75,7 @@ def test_is_passed_on(world: World, tmp_path: Path) -> None:
         assert world.post(path, body, **ADMIN).status_code == 200
         assert json.loads(world.behind.seen[-1]["body"]) == body
     assert Path(folder).is_dir()
+    assert world.post(PROFILE, {"profile_stages": None}, **ADMIN).status_code == 200
 
 
 def test_a_gpu_has_more_to_record() -> None:
