@@ -423,6 +423,7 @@ def test_lanes_that_cannot_be_made_end_the_epoch_alone(
         raise RuntimeError("NCCL error")
 
     with far_played(tmp_path, _SETTINGS) as (played, _):
+        played.run()  # its pumps have made their lanes by then
         _leave(played)
         with monkeypatch.context() as patched:
             patched.setattr(service, "make_lanes", fail)
