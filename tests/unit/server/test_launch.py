@@ -303,13 +303,19 @@ def test_one_of_two_cache_ranks_goes_on_alone(
     assert_all_gone(launched.pids())
 
 
-def test_sglang_may_finish_and_the_cache_rank_ends_last(
-    launch: Callable[..., Launched], tmp_path: Path
-) -> None:
+def draining(launch: Callable[..., Launched], folder: Path) -> Launched:
+    """Return a launcher that was told to end, and waits for SGLang's requests."""
     launched = launch("serve", "draining")
     launched.wait_for("READY")
     launched.process.terminate()
-    eventually(lambda: (tmp_path / "sglang.draining").exists(), launched.text)
+    eventually(lambda: (folder / "sglang.draining").exists(), launched.text)
+    return launched
+
+
+def test_sglang_may_finish_and_the_cache_rank_ends_last(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    launched = draining(launch, tmp_path)
     assert is_alive(launched.pids("cache")[0])
     (tmp_path / "sglang.finish").touch()
     assert launched.wait() == 0
@@ -322,10 +328,7 @@ def test_a_cache_rank_that_is_lost_while_sglang_drains_is_started_again(
     launch: Callable[..., Launched], tmp_path: Path
 ) -> None:
     """Requests under way wait for it."""
-    launched = launch("serve", "draining")
-    launched.wait_for("READY")
-    launched.process.terminate()
-    eventually(lambda: (tmp_path / "sglang.draining").exists(), launched.text)
+    launched = draining(launch, tmp_path)
     os.kill(launched.pids("cache")[0], signal.SIGKILL)
     eventually(lambda: len(launched.pids("cache")) == 2, launched.text)
     (tmp_path / "sglang.finish").touch()
@@ -336,10 +339,7 @@ def test_a_cache_rank_that_is_lost_while_sglang_drains_is_started_again(
 
 
 def test_a_second_signal_ends_it_at_once(launch: Callable[..., Launched], tmp_path: Path) -> None:
-    launched = launch("serve", "draining")
-    launched.wait_for("READY")
-    launched.process.terminate()
-    eventually(lambda: (tmp_path / "sglang.draining").exists(), launched.text)
+    launched = draining(launch, tmp_path)
     launched.process.terminate()
     assert launched.wait() == 0
     assert not (tmp_path / "sglang.ended").exists()
