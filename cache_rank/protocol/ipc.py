@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -217,13 +217,34 @@ def server_pid(path: Path) -> int | None:
     return None
 
 
-def _bound(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+class _Context(zmq.Context[zmq.Socket[bytes]]):
+    """A context that may be left to the garbage collector together with its sockets.
+
+    pyzmq's own knows them by weak references, which are gone by then for all that one cycle holds:
+    it waits for ever for sockets that nobody closes any more, in whatever thread collects garbage.
+    An error is enough for such a cycle, if its traceback is kept.
+    """
+
+    _made: tuple[zmq.Socket[bytes], ...] = ()
+
+    def socket(self, *args: Any, **kwargs: Any) -> zmq.Socket[bytes]:
+        made = super().socket(*args, **kwargs)
+        self._made += (made,)
+        return made
+
+    def __del__(self) -> None:
+        for made in self._made:
+            made.close(linger=0)
+        super().__del__()
+
+
+def _bound(kind: int) -> tuple[_Context, zmq.Socket[bytes]]:
     """Return a socket with every bound set, and its context.
 
     Raises `zmq.ZMQError` if there are hardly any descriptors left.
     """
     _require_descriptors()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = _Context()
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)

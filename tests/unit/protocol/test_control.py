@@ -186,6 +186,23 @@ def test_closing_under_raw_bytes_does_not_end_the_process(run_dir: RunDir) -> No
     assert child.returncode == 0
 
 
+_LEFT_OPEN = """
+import gc, sys
+from tandemkv.cache_rank.protocol.control import ControlClient, ControlServer
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+run_dir = RunDir.open(sys.argv[1])
+held = {"server": ControlServer(run_dir), "client": ControlClient(run_dir)}
+held["itself"] = held
+del held
+gc.collect()
+"""
+
+
+def test_sockets_that_were_left_open_are_collected_without_a_wait(run_dir: RunDir) -> None:
+    command = [sys.executable, "-P", "-c", _LEFT_OPEN, str(run_dir.path)]
+    subprocess.run(command, check=True, timeout=60)
+
+
 def test_raw_bytes_on_the_socket_do_no_harm(
     server: ControlServer, client: ControlClient, run_dir: RunDir
 ) -> None:
