@@ -3,6 +3,8 @@
 
 import contextlib
 import random
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 SEED = 20251
+_OWN_FOLDER = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest makes its own
 def pytest_configure(config: pytest.Config) -> None:
+    # Sockets lie in `tmp_path`, and the path of one has 107 bytes at most. In pytest's own folder
+    # it grows with the user's name and the number of runs.
+    if config.option.basetemp is None and not hasattr(config, "workerinput"):
+        config.option.basetemp = config.stash[_OWN_FOLDER] = tempfile.mkdtemp(prefix="tkv-")
     with contextlib.suppress(ImportError):  # GPU hosts run tests that do without it
         import hypothesis
 
@@ -35,6 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--require-gpus {required}: torch {torch.__version__} sees {present} GPUs; install a "
             "CUDA build of torch on a machine with that many, or leave the option out"
         )
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    own_folder = session.config.stash.get(_OWN_FOLDER, None)
+    if own_folder is not None and exitstatus == 0:  # else somebody may look into it
+        shutil.rmtree(own_folder, ignore_errors=True)
 
 
 @pytest.hookimpl(trylast=True)  # what is left out does not count in the order
