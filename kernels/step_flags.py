@@ -15,8 +15,9 @@ its own memory with acquiring loads at system scope. Kernels behind it in its st
 has ended. Nothing else orders two GPUs, so data goes before its flag, and never after it.
 
 A wait has an end. When it is reached, the wait stores its step in `lost`; from then on waits return
-at once and raises do nothing, so the rest of the graph runs through and nothing hangs or traps. For
-0 tells of no loss, the number before is stored where the step's own is 0.
+at once and raises do nothing, so the rest of the graph runs through and nothing hangs or traps.
+What is sent is not written either: the other side may still read what came before. For 0 tells of
+no loss, the number before is stored where the step's own is 0.
 """
 
 import time
@@ -58,7 +59,7 @@ def send_rows(
     step: torch.Tensor,
     lost: torch.Tensor,
 ) -> None:
-    """Write `rows` to `out`, and raise the flag of each.
+    """Write `rows` to `out`, and raise the flag of each; neither is done once `lost` is set.
 
     Parameters
     ----------
@@ -78,7 +79,8 @@ def send_rows(
         from tandemkv.kernels.triton_ops.step_flags import send_rows as on_gpu
 
         return on_gpu(rows, out, flags, step=step, lost=lost)
-    out.copy_(rows)
+    if not lost.any():
+        out.copy_(rows)
     raise_flags(flags, step=step, lost=lost, follows=False, stamp=None)
 
 

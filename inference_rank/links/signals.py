@@ -73,9 +73,10 @@ class HostSignals:
 
     def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
         """Hand over the last queries ``[W, Hq, D]`` of finished prompts."""
+        count = sum(len(window) for window in windows)
         for connection, shard in self._connected():
             own = [shard.of(window, 1) for window in windows]
-            _put_windows(seed_buffer(connection.tensors, layer), own)
+            torch.cat(own, out=seed_buffer(connection.tensors, layer)[:count])
 
     def raise_input(self, layer: int) -> None:
         """Tell that K/V, and prompt queries, of `layer` are in place."""
@@ -219,10 +220,11 @@ class StreamSignals(HostSignals):
         if lost and not self._is_lost():
             for each in self._all:
                 each.mark_lost(f"step {lost} was not answered within {self._timeout_s:g} s")
-        if self._is_lost():
+        if not self._is_lost():
+            self._unmask()
+        if self._is_lost():  # maybe just now, and its end of all waits was undone
             self.mask()
             return False
-        self._unmask()
         for each in self._all:
             each.announce(entry)
         self._previous.fill_(word_of(entry.step - 1))
@@ -232,8 +234,8 @@ class StreamSignals(HostSignals):
         if step is not None:
             size = len(step.rows)
             for each in self._all:
-                each.tensors["step_rows"][:size].copy_(step.rows)
-                each.tensors["step_lengths"][:size].copy_(step.lengths)
+                _write(each.tensors["step_rows"][:size], step.rows, lost=self._lost)
+                _write(each.tensors["step_lengths"][:size], step.lengths, lost=self._lost)
         for flags in self._flags:
             self._queue_raise(flags.begin)
         return True
@@ -297,9 +299,10 @@ class StreamSignals(HostSignals):
 
     def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
         """See `HostSignals.put_windows`."""
+        count = sum(len(window) for window in windows)
         for each in self._all:
-            own = [each.shard.of(window, 1) for window in windows]
-            _put_windows(seed_buffer(each.tensors, layer), own)
+            own = torch.cat([each.shard.of(window, 1) for window in windows])
+            _write(seed_buffer(each.tensors, layer)[:count], own, lost=self._lost)
 
     def raise_input(self, layer: int) -> None:
         """See `HostSignals.raise_input`."""
@@ -375,5 +378,9 @@ def stream_beside(device: torch.device, cache_device: torch.device) -> torch.cud
     return shared_stream(device, FORWARD_PRIORITY, number=1)
 
 
-def _put_windows(buffer: torch.Tensor, windows: Sequence[torch.Tensor]) -> None:
-    torch.cat(tuple(windows), out=buffer[: sum(len(window) for window in windows)])
+def _write(out: torch.Tensor, value: torch.Tensor, *, lost: torch.Tensor) -> None:
+    """Copy `value` to `out`, unless ``lost [1]`` is set: the engine may still read what is there.
+
+    It has not finished the step before then, whose results may have been taken all the same.
+    """
+    torch.where(lost == 0, value, out, out=out)

@@ -51,14 +51,14 @@ def _send_kernel(
     rows, out, flags, step, lost, width, row_stride, out_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    number, is_lost = tl.load(step), tl.load(lost)
     start = tl.zeros([], tl.int32)
     while start < width:
         at = start + tl.arange(0, BLOCK)
         x = tl.load(rows + row * row_stride + at, mask=at < width)
-        tl.store(out + row * out_stride + at, x, mask=at < width)
+        tl.store(out + row * out_stride + at, x, mask=(at < width) & (is_lost == 0))
         start += BLOCK
     tl.debug_barrier()
-    number, is_lost = tl.load(step), tl.load(lost)
     tl.atomic_xchg(flags + row, number, mask=is_lost == 0, sem="release", scope="sys")
 
 

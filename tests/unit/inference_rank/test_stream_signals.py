@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs, word_of
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.memory.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.memory.shared_region import SEED_BUFFERS, FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.service.signals import StepAbortedError
@@ -53,6 +53,7 @@ def connection() -> Connection:
     tensors.allocate("streams", (LAYERS, BATCH, HIDDEN), torch.float32)
     tensors.allocate("queries", (LAYERS, BATCH, HEADS, DIM), torch.float32)
     tensors.allocate("remote_outputs", (BATCH, HEADS, DIM), torch.float32, "inference")
+    tensors.allocate("seed_queries", (SEED_BUFFERS, BATCH, HEADS, DIM), torch.float32)
     tensors.allocate("step_rows", (BATCH,), torch.int64)
     tensors.allocate("step_lengths", (BATCH,), torch.int64)
     tensors.allocate("flags", (FlagIndex(LAYERS).count, WORDS_APART), torch.int64)
@@ -172,6 +173,45 @@ def test_flags_that_an_engine_on_another_host_raises_are_kept_up_there(
     far.begin_counted(2**31 + 2**30)
     assert (tensors["to_inference"][1] == word_of(2**31 + 3)).all(), "what is lost stays so"
     assert not tensors["to_engine"].any()
+
+
+def test_what_an_engine_may_still_read_is_not_written_to(
+    link: LinkSide, connection: Connection
+) -> None:
+    """Results of a step are taken before the engine has finished it, and then it is lost."""
+    names = ("streams", "queries", "seed_queries", "step_rows", "step_lengths")
+
+    def begin(number: int) -> list[torch.Tensor]:
+        rows, step = torch.tensor([number, 0]), _step()
+        assert link.begin(_entry(number), replace(step, rows=rows, lengths=rows + 7))
+        link.put_stream(0, torch.full((2, HIDDEN), float(number)))
+        link.put_query(0, torch.full((2, HEADS, DIM), float(number)))
+        link.put_windows(0, [torch.full((3, HEADS, DIM), float(number))])
+        link.end()
+        return [connection.tensors[name].clone() for name in names]
+
+    first = begin(1)
+    assert all(written.any() for written in first)
+    assert link.is_done(1)
+    link.end_waits()  # nobody on the host has seen it yet
+    assert all(torch.equal(a, b) for a, b in zip(begin(2), first, strict=True))
+    assert not link.is_done(2)
+
+
+def test_a_loss_just_as_a_step_begins_is_seen(
+    link: LinkSide, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmask = link._unmask
+
+    def lose() -> None:
+        link.end_waits()
+        unmask()
+        connection.mark_lost("a test")
+
+    link.mask()
+    monkeypatch.setattr(link, "_unmask", lose)
+    assert not link.begin(_entry(1), _step())
+    assert not connection.announced
 
 
 def test_what_is_masked_when_flags_are_due_is_made_up_for(
