@@ -36,7 +36,14 @@ ROWS, LENGTHS, STEPS = [1, 2, 3], [90, 120, 75], 40
 CONTEXT = 256
 
 
-def settings_of(policy: str, placement: dict[str, object], **selection: object) -> RankSettings:
+PATIENT, QUICK = 60, 10
+"""Signs of life, of 0.2 s, that may be missed. A busy machine misses some: few matter only where an
+engine is stopped that has to be noticed."""
+
+
+def settings_of(
+    policy: str, placement: dict[str, object], *, misses: int = PATIENT, **selection: object
+) -> RankSettings:
     """Settings of a small selection, on link shared."""
     given = {
         "policy": policy,
@@ -52,7 +59,7 @@ def settings_of(policy: str, placement: dict[str, object], **selection: object) 
             "selection": json.loads(json.dumps(selection_values(given), default=vars)),
             "placement": {"link": "shared", **placement},
             "cache": {"capacity_tokens": 1024},
-            "exchange": {"heartbeat_interval_s": 0.2},
+            "exchange": {"heartbeat_interval_s": 0.2, "heartbeat_misses": misses},
         }
     )
 
@@ -131,6 +138,8 @@ class Forward:
         order = torch.randperm(self.sizes.num_slots - 1, generator=torch.Generator().manual_seed(3))
         self.slots = (order[: 3 * CONTEXT] + 1).view(3, CONTEXT).to(torch.int32)
         self.num_lost = 0
+        self.begun: tuple[int, ...] = ()
+        """Rows whose prompts are done, while others are still to come."""
         self.remote: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Of the pass under way: what engines attended to, and what it has to be."""
 
@@ -252,6 +261,8 @@ class Forward:
     def begin(self) -> None:
         for row, length in zip(ROWS, LENGTHS, strict=True):
             self.until_done(lambda r=row, n=length: self.prefill(r, n))  # type: ignore[misc]
+            self.begun += (row,)
+        self.begun = ()
 
     def until_done(self, part: object, num_steps: int | None = None) -> list[torch.Tensor]:
         """Do a step until the engine has finished it."""
@@ -285,7 +296,7 @@ class Forward:
                 length += num_steps or 0
                 rows.append(
                     StepRow(row=row, generation=10 + row, length=length, prefix_len=length,
-                            flags=RESIDENT if num_steps is not None else 0)
+                            flags=RESIDENT if num_steps is not None or row in self.begun else 0)
                 )  # fmt: skip
             connection.resume(tuple(rows))
             if all(part.await_finish(part.step) for part in connection.parts):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from clusters import write_clusters
 from message_pumps import FarForward, Pumps, by_link_shared, check_same, far_played
-from shared_forward import LENGTHS, Engines, Forward, settings_of
+from shared_forward import LENGTHS, QUICK, Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, HandshakeRefusedError
@@ -265,7 +265,8 @@ def test_a_link_that_takes_long_over_a_prompt_is_not_lost(
 ) -> None:
     """A chunk in the midst of a prompt: until all its K/V are there nothing comes back."""
     monkeypatch.setattr(contents, "PIECE_BYTES", 4096)
-    settings = settings_of("oracle", {"link": "message", "two_gpus": True}, **_SELECTION)
+    placement: dict[str, object] = {"link": "message", "two_gpus": True}
+    settings = settings_of("oracle", placement, misses=QUICK, **_SELECTION)
     send, sent = DataPlane.send, list[int]()
     with far_played(tmp_path, settings) as (played, _):
         patience_s = limit_s(settings.exchange)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared_forward import Engines, Forward, settings_of
+from shared_forward import QUICK, Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
@@ -34,7 +34,8 @@ def playing(
 ) -> Iterator[tuple[Forward, list[Engines]]]:
     """Yield a forward pass, and the processes of each cache rank; laid out for GPUs if so asked."""
     placement = {"head_shards": num_shards, "two_gpus": two_gpus}
-    settings = settings_of(policy, placement, sample_tokens=8 if policy == "oracle" else 0)
+    samples = 8 if policy == "oracle" else 0
+    settings = settings_of(policy, placement, misses=QUICK, sample_tokens=samples)
     run_dir = RunDir.create(folder / "run")
     heads = {"num_key_value_heads": num_heads, "num_attention_heads": 4 * num_heads, "head_dim": 8}
     model_dir = write_model(folder / "model", CONFIG | heads)

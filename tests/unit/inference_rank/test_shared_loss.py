@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared_forward import LENGTHS, ROWS, Engines, Forward, settings_of
+from shared_forward import LENGTHS, QUICK, ROWS, Engines, Forward, settings_of
 from tiny_model import write_model
 
 from tandemkv.cache_rank.protocol import fault_points
@@ -32,7 +32,9 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(params=[("oracle", False), ("last_query", True)], ids=["oracle", "apart"])
 def settings(request: pytest.FixtureRequest) -> RankSettings:
     policy, is_apart = request.param
-    return settings_of(policy, {"two_gpus": is_apart}, index_dtype="int8", sample_tokens=8)
+    return settings_of(
+        policy, {"two_gpus": is_apart}, misses=QUICK, index_dtype="int8", sample_tokens=8
+    )
 
 
 @pytest.fixture
