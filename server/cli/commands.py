@@ -200,7 +200,8 @@ def link_keys(
 ) -> None:
     """Make CURVE keys for an inference rank and a cache rank on two hosts.
 
-    Each host needs its own .key_secret file, and both .key files. Keys that are there are kept.
+    Each host needs its own .key_secret file, and both .key files. Keys that are there are kept; a
+    .key file that was moved away is made again from its .key_secret file.
     """
     from tandemkv.cache_rank.protocol.message.keys import key_files, make_keys
 

@@ -33,14 +33,21 @@ class KeyPair:
 def make_keys(folder: Path) -> tuple[Path, ...]:
     """Make the keys of both ends in `folder`, which is made if need be; those there are kept.
 
-    So is a public key without its secret one, which is on the other host. Returns the files that
-    were made. Raises `SettingsError` if they cannot be written.
+    So is a public key without its secret one, which is on the other host. A secret key whose public
+    one was moved away gets that again. Returns the files that were made. Raises `SettingsError` if
+    they cannot be written, or such a secret key is damaged.
     """
     made: list[Path] = []
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for end in (CACHE_RANK, INFERENCE_RANK):
-            if not any(path.exists() for path in _files(folder, end)):
+            secret, public = _files(folder, end)
+            if secret.exists() and not public.exists():
+                own_keys(folder, end)
+                lines = secret.read_text().splitlines(keepends=True)
+                public.write_text("".join(line for line in lines if "secret-key" not in line))
+                made.append(public)
+            elif not public.exists():
                 # Not there at once: they are written as the umask says.
                 with tempfile.TemporaryDirectory(dir=folder) as private:  # of mode 0700
                     for name in zmq.auth.create_certificates(private, end):

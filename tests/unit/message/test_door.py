@@ -328,6 +328,19 @@ def test_keys_are_kept_private_and_not_shown(keys: Path) -> None:
         own_keys(keys, CACHE_RANK)
 
 
+def test_a_public_key_that_was_moved_away_is_made_again(keys: Path) -> None:
+    kept = {path.name: path.read_bytes() for path in keys.iterdir()}
+    public = keys / f"{INFERENCE_RANK}.key"
+    public.unlink()
+    assert make_keys(keys) == (public,)
+    assert public_key(keys, INFERENCE_RANK) == own_keys(keys, INFERENCE_RANK).public
+    assert b"secret-key" not in public.read_bytes()
+    kept.pop(public.name)
+    assert all((keys / name).read_bytes() == content for name, content in kept.items())
+    (keys / f"{INFERENCE_RANK}.key_secret").unlink()
+    assert make_keys(keys) == (), "which is on the other host"
+
+
 @pytest.mark.parametrize("line", ["public-key", "secret-key"])
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_damaged_keys_are_told(keys: Path, line: str, *, is_cut: bool) -> None:
