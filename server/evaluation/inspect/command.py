@@ -15,8 +15,11 @@ from tandemkv.server.evaluation.result_file import check_result_file
 from tandemkv.server.settings.flags import RANK_FLAGS, ROW_FLAGS, with_flags
 from tandemkv.server.settings.sources import Sourced, load_settings
 
+_FLAGS = tuple(flag for flag in (*RANK_FLAGS, *ROW_FLAGS) if flag.key != "max_running_requests")
+"""There is one request."""
 
-@with_flags((*RANK_FLAGS, *ROW_FLAGS))
+
+@with_flags(_FLAGS)
 def inspect(
     flags: dict[str, Sourced],
     model: Annotated[str, typer.Argument(help="Model directory, or smollm2 (embedded).")],

@@ -92,8 +92,8 @@ def test_help_mentions_every_option(runner: CliRunner, command: str, options: st
 
 
 def options_in(text: str) -> list[str]:
-    """Names of the options that a help lists, the switch-off of a switch not counted."""
-    return re.findall(r"^│[ *]+(--[a-z][a-z0-9-]*)", text, re.MULTILINE)
+    """Names of the options that a help lists; switch-offs and wrapped texts stand further right."""
+    return re.findall(r"^│[ *]{1,4}(--[a-z][a-z0-9-]*)", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", ["serve", "inference-rank", "cache-rank", "inspect", "plan"])
@@ -234,6 +234,7 @@ def test_prints_the_model_that_is_named_anywhere(runner: CliRunner, tmp_path: Pa
         (["status", "--url", "http://127.0.0.1:9"], 1, "is `tandemkv serve` running"),
         (["status", "--url", "localhost"], 1, "must begin with http"),
         (["inspect", "m", "--prompt-file", "/"], 2, "(Is a directory); give a text file"),
+        (["inspect", "m", "--prompt-file=f", "--max-running-requests=2"], 2, "No such option"),
     ],
 )
 def test_exit_codes_and_messages(
