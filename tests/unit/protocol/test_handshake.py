@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -287,20 +288,20 @@ def test_odd_answer_is_a_protocol_error(run_dir: RunDir) -> None:
 
 
 def test_hello_of_another_version_is_refused_though_it_does_not_decode(run_dir: RunDir) -> None:
-    server = ControlServer(run_dir)
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.connect(f"ipc://{run_dir.control_socket}")
-    socket.send(msgspec.msgpack.encode([1, 1 << 20, "a later layout"]))
-    assert server.poll(0.3) is None
-    assert socket.poll(2000)
-    refused = decode(socket.recv())
-    assert isinstance(refused, Refused)
-    assert refused.field == "protocol_version"
-    assert server.malformed == 1
-    socket.close(linger=0)
-    context.term()
-    server.close()
+    with (
+        closing(ControlServer(run_dir)) as server,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as socket,
+    ):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"ipc://{run_dir.control_socket}")
+        socket.send(msgspec.msgpack.encode([1, 1 << 20, "a later layout"]))
+        assert server.poll(0.3) is None
+        assert socket.poll(2000)
+        refused = decode(socket.recv())
+        assert isinstance(refused, Refused)
+        assert refused.field == "protocol_version"
+        assert server.malformed == 1
 
 
 def test_ranks_that_split_the_heads_otherwise_are_refused() -> None:
