@@ -73,10 +73,9 @@ class HostSignals:
 
     def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
         """Hand over the last queries ``[W, Hq, D]`` of finished prompts."""
-        count = sum(len(window) for window in windows)
+        whole = torch.cat(tuple(windows))
         for connection, shard in self._connected():
-            own = [shard.of(window, 1) for window in windows]
-            torch.cat(own, out=seed_buffer(connection.tensors, layer)[:count])
+            seed_buffer(connection.tensors, layer)[: len(whole)].copy_(shard.of(whole, 1))
 
     def raise_input(self, layer: int) -> None:
         """Tell that K/V, and prompt queries, of `layer` are in place."""
@@ -220,10 +219,7 @@ class StreamSignals(HostSignals):
         if lost and not self._is_lost():
             for each in self._all:
                 each.mark_lost(f"step {lost} was not answered within {self._timeout_s:g} s")
-        if not self._is_lost():
-            self._unmask()
-        if self._is_lost():  # maybe just now, and its end of all waits was undone
-            self.mask()
+        if not self._unmask():
             return False
         for each in self._all:
             each.announce(entry)
@@ -232,19 +228,18 @@ class StreamSignals(HostSignals):
         self._await_finished()
         self._seldom.keep_up(entry.step, lost=self._lost)
         if step is not None:
-            size = len(step.rows)
+            size, is_lost = len(step.rows), self._lost != 0
             for each in self._all:
-                _write(each.tensors["step_rows"][:size], step.rows, lost=self._lost)
-                _write(each.tensors["step_lengths"][:size], step.lengths, lost=self._lost)
+                _write(each.tensors["step_rows"][:size], step.rows, is_lost)
+                _write(each.tensors["step_lengths"][:size], step.lengths, is_lost)
         for flags in self._flags:
             self._queue_raise(flags.begin)
         return True
 
     def await_finished(self, step: int) -> bool:
         """See `HostSignals.await_finished`; not to be captured."""
-        if self._is_lost():
+        if not self._unmask():
             return False
-        self._unmask()
         self._previous.fill_(word_of(step))
         self._await_finished()
         return self.end()  # nothing else of this pass would tell what was lost
@@ -299,10 +294,10 @@ class StreamSignals(HostSignals):
 
     def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
         """See `HostSignals.put_windows`."""
-        count = sum(len(window) for window in windows)
+        whole, is_lost = torch.cat(tuple(windows)), self._lost != 0
         for each in self._all:
-            own = torch.cat([each.shard.of(window, 1) for window in windows])
-            _write(seed_buffer(each.tensors, layer)[:count], own, lost=self._lost)
+            out = seed_buffer(each.tensors, layer)[: len(whole)]
+            _write(out, each.shard.of(whole, 1), is_lost)
 
     def raise_input(self, layer: int) -> None:
         """See `HostSignals.raise_input`."""
@@ -353,12 +348,20 @@ class StreamSignals(HostSignals):
     def _await_finished(self) -> None:
         self._queue_wait(self._flags[0].all_finished(len(self._all)), self._previous)
 
-    def _unmask(self) -> None:
-        if self._is_masked:
+    def _unmask(self) -> bool:
+        """Let waits and raises be made; False: an engine is lost, and they stay as `mask` has them.
+
+        Looks once more at the end: one that is lost meanwhile has ended waits, and that is undone.
+        """
+        if self._is_masked and not self._is_lost():
             self._lost.zero_()
             self._lost_on_host.zero_()
             self._is_masked = False
             self._seldom.forget()
+        if self._is_lost():
+            self.mask()
+            return False
+        return True
 
     def _queue_raise(self, flags: torch.Tensor) -> None:
         raise_flags(flags, step=self._step, lost=self._lost)
@@ -378,9 +381,9 @@ def stream_beside(device: torch.device, cache_device: torch.device) -> torch.cud
     return shared_stream(device, FORWARD_PRIORITY, number=1)
 
 
-def _write(out: torch.Tensor, value: torch.Tensor, *, lost: torch.Tensor) -> None:
-    """Copy `value` to `out`, unless ``lost [1]`` is set: the engine may still read what is there.
+def _write(out: torch.Tensor, value: torch.Tensor, is_lost: torch.Tensor) -> None:
+    """Copy `value` to `out`, unless ``is_lost [1]``: the engine may still read what is there.
 
     It has not finished the step before then, whose results may have been taken all the same.
     """
-    torch.where(lost == 0, value, out, out=out)
+    torch.where(is_lost, out, value, out=out)

@@ -35,7 +35,7 @@ def make_keys(folder: Path) -> tuple[Path, ...]:
 
     So is a public key without its secret one, which is on the other host. A secret key whose public
     one was moved away gets that again. Returns the files that were made. Raises `SettingsError` if
-    they cannot be written, or such a secret key is damaged.
+    they cannot be written, or such a secret key is damaged or can be read by others.
     """
     made: list[Path] = []
     try:
@@ -46,6 +46,7 @@ def make_keys(folder: Path) -> tuple[Path, ...]:
                 own_keys(folder, end)
                 lines = secret.read_text().splitlines(keepends=True)
                 public.write_text("".join(line for line in lines if "secret-key" not in line))
+                public.chmod(0o644)
                 made.append(public)
             elif not public.exists():
                 # Not there at once: they are written as the umask says.

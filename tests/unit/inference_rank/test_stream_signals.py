@@ -198,20 +198,16 @@ def test_what_an_engine_may_still_read_is_not_written_to(
     assert not link.is_done(2)
 
 
-def test_a_loss_just_as_a_step_begins_is_seen(
-    link: LinkSide, connection: Connection, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_loss_just_as_waits_begin_is_seen(
+    link: LinkSide, connection: Connection, monkeypatch: pytest.MonkeyPatch, *, begins: bool
 ) -> None:
-    unmask = link._unmask
-
-    def lose() -> None:
-        link.end_waits()
-        unmask()
-        connection.mark_lost("a test")
-
+    """It has ended them, and that is undone before anybody can see that it is lost."""
     link.mask()
-    monkeypatch.setattr(link, "_unmask", lose)
-    assert not link.begin(_entry(1), _step())
+    monkeypatch.setattr(link._seldom, "forget", lambda: connection.mark_lost("a test"))
+    assert not (link.begin(_entry(1), _step()) if begins else link.await_finished(1))
     assert not connection.announced
+    assert link._lost.all(), "waits end at once"
 
 
 def test_what_is_masked_when_flags_are_due_is_made_up_for(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -335,6 +336,7 @@ def test_a_public_key_that_was_moved_away_is_made_again(keys: Path) -> None:
     assert make_keys(keys) == (public,)
     assert public_key(keys, INFERENCE_RANK) == own_keys(keys, INFERENCE_RANK).public
     assert b"secret-key" not in public.read_bytes()
+    assert stat.S_IMODE(public.stat().st_mode) == 0o644
     kept.pop(public.name)
     assert all((keys / name).read_bytes() == content for name, content in kept.items())
     (keys / f"{INFERENCE_RANK}.key_secret").unlink()
