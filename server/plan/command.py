@@ -68,7 +68,7 @@ _KEYS = (
     "anchors", "share_layers",
 )  # fmt: skip
 _DTYPE = "bfloat16"
-NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_CONFIGS))
+NAMES = (EMBEDDED_MODEL, *BUILT_IN_CONFIGS)
 _PLACED = ("cache_ranks", "tensor_parallel")
 _PLANNED = {*_PLACED, "calibrated", "cache.kv_dtype", *(f"selection.{key}" for key in _KEYS)}
 PLAN_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key in _PLANNED)
@@ -111,7 +111,7 @@ class PlanRequest:
     """Options of ``tandemkv plan``; `flags` are those of ``serve`` that it takes as well."""
 
     flags: dict[str, Sourced]
-    model: Annotated[str, option(f"Model directory, or one of {NAMES}.")]
+    model: Annotated[str, option(f"Model directory, or one of {', '.join(NAMES)}.")]
     gpus: Annotated[int, option("GPUs of one host.", min=1, max=64, **_NUMBER)] = 1
     gpu_memory: Annotated[
         float | None,
@@ -339,7 +339,7 @@ def _model(model: str, dtype: str) -> tuple[ModelShape, Path | None]:
 
     if model == EMBEDDED_MODEL:
         model = str(resolve_model(model, lambda _: None))
-    shape = find_shape(model, dtype=dtype)
+    shape = find_shape(model, dtype=dtype, names=NAMES)
     return shape, None if is_built_in(model) else resolve_model(model, lambda _: None)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -289,10 +289,12 @@ def is_built_in(model: str) -> bool:
     return model.lower() in BUILT_IN_CONFIGS and not Path(model).expanduser().is_dir()
 
 
-def find_shape(model: str, *, dtype: str = "bfloat16") -> ModelShape:
+def find_shape(
+    model: str, *, dtype: str = "bfloat16", names: Iterable[str] = BUILT_IN_CONFIGS
+) -> ModelShape:
     """Return the shape of a model directory, or of a built-in name if there is no such directory.
 
-    Raises `SettingsError` if `model` is neither, listing the names, or `dtype` is unknown;
+    Raises `SettingsError` if `model` is neither, listing `names`, or `dtype` is unknown;
     `UnsupportedModelError` if the directory's model is not one that can be served.
     """
     if dtype not in ITEM_BYTES:
@@ -303,8 +305,8 @@ def find_shape(model: str, *, dtype: str = "bfloat16") -> ModelShape:
         return shape_of_config(config, name=name, dtype=dtype, weights=format_of(config))
     if not path.is_dir():
         raise SettingsError(
-            f"model={model}: neither a model directory nor a built-in shape "
-            f"({', '.join(BUILT_IN_CONFIGS)}); nothing is downloaded"
+            f"model={model}: neither a model directory nor one of {', '.join(names)}; "
+            "nothing is downloaded"
         )
     return shape_of_model(path, name=path.resolve().name, dtype=dtype)
 

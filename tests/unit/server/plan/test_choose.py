@@ -302,7 +302,7 @@ def test_plan_takes_the_index_that_serve_would(
     ("arguments", "code", "expected"),
     [
         (["--model", "qwen3-8b", "--concurrency", "64"], 1, "nothing to recommend"),
-        (["--model", "gpt5"], 2, "built-in shape"),
+        (["--model", "gpt5"], 2, "one of smollm2, qwen3-8b,"),
         (["--model", "qwen3-8b", "--policy", "magic"], 2, "known: async_spade"),
         (["--model", "qwen3-8b", "--policy", "lfps"], 2, "policy=lfps attends on the host's CPU"),
         (["--model", "qwen3-8b", "--policy", "sync_kv"], 0, "sync_kv are not captured"),
