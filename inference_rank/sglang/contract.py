@@ -166,6 +166,8 @@ sglang.srt.utils.cudacore_pyspy_dump_utils
     collect_scheduler_processes
 sglang.srt.layers.sampler
     Sampler.forward(logits_output, sampling_info)
+sglang.srt.constrained.base_grammar_backend
+    GrammarMask.apply(logits)
 """)
 """Symbol -> parameters that we rely on, in every version that is taken."""
 

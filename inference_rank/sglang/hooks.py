@@ -20,7 +20,7 @@ from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention import graph_variants
 from tandemkv.inference_rank.resume import hooks as resume_hooks
 
-from . import aborts, nodes, single_process_group, teacher_forcing
+from . import aborts, grammars, nodes, single_process_group, teacher_forcing
 from . import versions as sglang_versions
 from .pool import make_local_pool_class, resident_slots
 
@@ -32,6 +32,7 @@ _CELL_SIZE = (
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 )
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
 _SIGNALS = f"{_MANAGER}.SignalHandler"
 
@@ -76,7 +77,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         "sglang.srt.distributed.bootstrap.init_distributed_environment": _meet_over_a_file,
         "torch.distributed.new_group": single_process_group.around_new_group,
         "torch.distributed.monitored_barrier": single_process_group.around_monitored_barrier,
-        "sglang.srt.layers.sampler.Sampler.forward": teacher_forcing.around_sampler,
+        _SAMPLER: teacher_forcing.around_sampler,
         # Some models let RoPE's kernel write K/V; the backend writes them, and not to this pool
         # alone.
         "sglang.srt.models.utils.enable_fused_set_kv_buffer": lambda *_: False,
@@ -93,6 +94,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
          HookType.BEFORE),
         (f"{_CONFIGURATOR}._build_token_to_kv_pool", _note_table, HookType.BEFORE),
         (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
+        (_SAMPLER, grammars.leave_a_token, HookType.BEFORE),
         ("sglang.srt.configs.model_config.ModelConfig.__init__", _for_text, HookType.BEFORE),
         *((target, hook, HookType.AROUND) for target, hook in around.items()),
         *(resume_hooks.hooks() if placement.maps_memory else []),
