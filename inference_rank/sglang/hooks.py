@@ -135,6 +135,7 @@ def http_hooks() -> list[Hook]:
         f"{_SIGNALS}.sigterm_handler": around_sigterm,
         f"{_SIGNALS}.running_phase_sigquit_handler": around_sigquit,
         f"{_MANAGER}.TokenizerManager.create_abort_task": aborts.around_abort_task,
+        **sglang_versions.held_ids(),
     }
     address = runtime_module.nodes_from_environment()
     if address is not None:

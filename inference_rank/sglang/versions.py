@@ -35,6 +35,10 @@ _MODEL_HOOK = 19
 """What adjusts the arguments to a model is a function of a module, no longer their method."""
 _RAW_ARGS = 19
 """`ServerArgs` holds what was passed; what SGLang made of it is read through a view."""
+_NOT_ABORTED = (18, 19)
+"""A request whose client leaves is forgotten, and not aborted."""
+_KEEPS_SENT = 20
+"""A request whose client leaves is known until the scheduler has ended it."""
 _KEY_IN_BAG = 20
 """SGLang's first request takes its key from the configuration, no longer from its arguments."""
 _RANKS_IN_CONTEXT = 21
@@ -72,6 +76,18 @@ sglang.srt.arg_groups.model_hook
     attention_backends_of(cfg)
 sglang.srt.arg_groups.model_override_base
     resolving_view(server_args)
+"""),
+    (17, 19, """
+sglang.srt.constants
+    HEALTH_CHECK_RID_PREFIX
+sglang.srt.managers.io_struct
+    TokenizedGenerateReqInput(rid)
+    BatchTokenizedGenerateReqInput(batch)
+sglang.srt.managers.tokenizer_manager
+    TokenizerManager._init_req_state(obj)
+    TokenizerManager._discard_pending_req_states(obj)
+    TokenizerManager._handle_batch_output(recv_obj)
+    TokenizerManager._handle_abort_req(recv_obj)
 """),
     (17, 20, f"{_BOOTSTRAP}\n    _init_cpu_threads_env(tp_size, tp_rank)"),
     (21, _LAST, f"{_BOOTSTRAP}\n    _init_cpu_threads_env\n    get_parallel"),
@@ -359,6 +375,14 @@ def _with_tensors_alone(
 
 
 # -- HTTP --------------------------------------------------------------------------------
+
+
+def held_ids() -> dict[str, Callable[..., Any]]:
+    """Return AROUND hooks, by target, that hold ids of forgotten requests; from 0.5.20 on none."""
+    from .request_ids import HeldIds
+
+    number = _number()
+    return {} if number >= _KEEPS_SENT else HeldIds(aborts=number in _NOT_ABORTED).hooks()
 
 
 def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:

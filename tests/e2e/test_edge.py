@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import psutil
 import pytest
 from rank_servers import Server, ours
@@ -71,6 +72,25 @@ def test_a_list_of_log_probabilities_beside_a_request_without_one(server: Server
     listed = found["meta_info"]["output_token_ids_logprobs"]
     assert [[token for _, token, *_ in each] for each in listed] == [[5, 77]] * 200
     assert found["output_ids"] == plain["output_ids"]
+    still_serves(server)
+
+
+def test_an_id_whose_client_left_gives_the_next_request_its_own_answer(server: Server) -> None:
+    """It got what was left of the first one's, and two of one id in a batch ended the server."""
+    sampling = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0}
+    first = {"rid": "again", "text": "A long story:", "sampling_params": sampling, "stream": True}
+    short = first | {"sampling_params": sampling | {"max_new_tokens": 3}, "stream": False}
+    for _ in range(3):
+        with httpx.stream("POST", f"{server.url}/generate", json=first, timeout=60.0) as stream:
+            assert next(stream.iter_lines()).startswith("data: ")
+        deadline = time.monotonic() + 30.0
+        while (found := server.post("/generate", short, 60.0))[0] != 200:
+            assert found[0] == 400, found
+            assert "Duplicate request ID" in str(found[1])
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert found[1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+        assert len(found[1]["output_ids"]) == 3
     still_serves(server)
 
 
