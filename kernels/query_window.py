@@ -116,14 +116,14 @@ def ridge_predict(
     on_diagonal = torch.where(inside, ridge.unsqueeze(-1), 1)
     system = system + torch.diag_embed(on_diagonal)
     right = torch.where(inside, target.unsqueeze(-2), 0)
-    factor, _ = torch.linalg.cholesky_ex(system)
+    factor, info = torch.linalg.cholesky_ex(system)
     weights = torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)  # [..., k, W]
     if normalise == "softmax":
         weights = torch.softmax((sign * weights).masked_fill(~inside, float("-inf")), dim=-1)
 
     predictions = weights @ kept[..., 1:, :]  # [..., k, D]
     usable = sizes < count.unsqueeze(-1)
-    usable = usable & torch.isfinite(predictions).all(-1)
+    usable = usable & (info == 0) & torch.isfinite(predictions).all(-1)
     total = torch.where(usable.unsqueeze(-1), predictions, 0).sum(-2)
     number = usable.sum(-1, keepdim=True)
     return torch.where(number > 0, total / number.clamp(min=1), newest)

@@ -5,7 +5,7 @@ Called each step for each layer by a cache rank that keeps its books on the devi
 the keys; `tandemkv.kernels.score` and `tandemkv.kernels.topk` are the two halves of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -99,7 +99,10 @@ def score_topk(
         return on_gpu(
             keys, k, scratch=scratch, scan_stream=scan_stream, pooled_positions=pooled_positions
         )
-    return best_scored(pool_positions(score_keys(keys), *pooled_positions), k)
+    # What is scored is written and searched in full here: no further than any request has come.
+    longest = min(keys.width, max(0, *keys.hi.tolist())) if len(keys.hi) else 0
+    scores = score_keys(replace(keys, width=longest))
+    return best_scored(pool_positions(scores, *pooled_positions), k)
 
 
 def _check_scratch(dims: Dims, scratch: SelectScratch, width: int) -> None:

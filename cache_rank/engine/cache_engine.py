@@ -370,6 +370,9 @@ class CacheEngine:
         wanted = self._policy.num_wanted(self.batch.lengths[: len(chosen)])
         if wanted is None:
             return chosen, scores
+        # They come in any order: of equal scores the lowest positions stay.
+        order = chosen.argsort(dim=-1)
+        chosen, scores = chosen.gather(-1, order), scores.gather(-1, order)
         order = scores.argsort(dim=-1, descending=True, stable=True)
         return keep_first(chosen.gather(-1, order), wanted), scores.gather(-1, order)
 

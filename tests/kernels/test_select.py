@@ -7,6 +7,7 @@ import pytest
 import torch
 from score_inputs import among_others, expected, make_keys, scan_of
 
+from tandemkv.kernels import select
 from tandemkv.kernels.score import POOLINGS, KeyScan
 from tandemkv.kernels.select import make_select_scratch, score_topk
 
@@ -71,6 +72,33 @@ def test_pools_over_positions() -> None:
         assert float(scores[0, head].max()) == pytest.approx(float(want[head].max()), rel=1e-4)
     with pytest.raises(ValueError, match="after=32"):
         score_topk(scan, 15, pooled_positions=(0, 32))
+
+
+def test_what_no_request_has_come_to_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A width is that of the longest context; in plain torch all of it would be written and read.
+
+    Nor does it change what is chosen.
+    """
+    widths, scored = [], select.score_keys
+
+    def noted(keys: KeyScan) -> torch.Tensor:
+        widths.append(keys.width)
+        return scored(keys)
+
+    monkeypatch.setattr(select, "score_keys", noted)
+    torch.manual_seed(7)
+    keys = make_keys("float32", num_reqs=2, heads=2, group=2, dim=16, page_size=16, num_pages=60)
+    lo = torch.tensor([4, 0])
+    scan = scan_of(keys, lo, torch.tensor([150, 90]), width=150, scale=0.25)
+    wide = replace(scan, slots=torch.nn.functional.pad(scan.slots, (0, 50)), width=800)
+    for pooled in ((0, 0), (3, 1)):
+        want = score_topk(scan, 20, pooled_positions=pooled)
+        found = score_topk(wide, 20, pooled_positions=pooled)
+        assert torch.equal(found[0], want[0])
+        assert torch.equal(found[1], want[1])
+    assert widths == [150] * 4
+    nothing = replace(wide, hi=torch.tensor([0, -3]))
+    assert bool((score_topk(nothing, 20)[0] == -1).all())
 
 
 def test_errors_name_the_argument() -> None:

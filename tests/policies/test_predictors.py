@@ -83,6 +83,25 @@ def test_ridge_of_an_autoregressive_sequence_continues_it():
     torch.testing.assert_close(got, start * factor**6, rtol=1e-4, atol=1e-6)
 
 
+def test_sizes_whose_system_float32_cannot_solve_are_left_out(monkeypatch):
+    factored, failed = torch.linalg.cholesky_ex, []
+
+    def noted(system):
+        factor, info = factored(system)
+        failed.append(int((info > 0).sum()))
+        return factor, info
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", noted)
+    torch.manual_seed(4)
+    window = 3 * torch.randn(1, 1, 128) + 1e-3 * torch.randn(8, 17, 128)  # queries nearly alike
+    counts, settings = torch.full((8,), 17), {"eps": 0.0, "sign": 1, "normalise": "none"}
+    got = ridge_predict(window, counts, **settings)
+    want = ridge_predict(window.double(), counts, **settings)
+    assert failed[0] > 0
+    assert failed[1] == 0
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-2)
+
+
 @pytest.mark.parametrize("normalise", ["softmax", "none"])
 def test_ridge_stays_finite(normalise):
     for window in (torch.zeros(4, 3), torch.ones(4, 3), torch.full((4, 3), 1e18)):

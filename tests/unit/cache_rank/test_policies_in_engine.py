@@ -300,22 +300,6 @@ def test_settings_are_those_of_the_class() -> None:
         world.make()
 
 
-def test_a_share_of_the_context_is_taken() -> None:
-    sharing = {"anchors": (0, 1, 3), "exact_layers": (0,)}
-    world = World(policy="kascade", options={"fraction": 0.7}, budget_tokens=160, fetch_cap=160,
-                  resident_factor=1.0, **sharing)  # fmt: skip
-    world.prefill(1, 200)
-    before = world.rank.counters()
-    step_rank, wanted = world.rank, 141  # ceil(0.7 * 201), of at least 128
-    step_rank.begin_step()
-    step_rank.begin_decode(torch.tensor([1]), torch.tensor([201]), world.table)
-    step_rank.choose(1, torch.randn((1, QUERY_HEADS, DIM), generator=world.generator))
-    step_rank.fetch(1, 1)
-    after = world.rank.counters()
-    names = "resident_hits_total", "resident_misses_total"
-    assert sum(after[n] - before[n] for n in names) == HEADS * wanted
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_quest_ranks_by_bounds_that_steps_keep(page_size: int) -> None:
     """The index that grew step by step is the one made at once, and selects the same."""
