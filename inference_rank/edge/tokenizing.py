@@ -16,6 +16,7 @@ from typing import Any
 from tandemkv.inference_rank.sglang.versions import With
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="tandemkv-tokenizer")
+_LEAST_UNWRITABLE = 1 << 64  # of orjson, which writes SGLang's answers
 
 
 async def tokenize_texts(
@@ -30,8 +31,15 @@ async def tokenize_texts(
 async def handle_tokenize(
     original: Callable[..., Any], serving: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run what answers ``/tokenize`` and ``/detokenize`` in the thread (AROUND hook)."""
-    return await _run(lambda: _without_waiting(original(serving, *args, **kwargs)))
+    """Run what answers ``/tokenize`` and ``/detokenize`` in the thread (AROUND hook).
+
+    A tokenizer that states no length has 10**30, which SGLang 0.5.17 cannot write: 500. As in
+    0.5.23, the model's context takes its place.
+    """
+    answer = await _run(lambda: _without_waiting(original(serving, *args, **kwargs)))
+    if getattr(answer, "max_model_len", 0) >= _LEAST_UNWRITABLE:
+        answer.max_model_len = serving.tokenizer_manager.model_config.context_len
+    return answer
 
 
 async def handle_request(

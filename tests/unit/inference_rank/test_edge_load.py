@@ -10,8 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from edge_world import COMPLETIONS, JSON, Behind, World, make_world
+from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
+from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
 
 from tandemkv.inference_rank.edge import tokenizing
 from tandemkv.inference_rank.edge.install import PAUSED, pause_reason
@@ -181,6 +184,20 @@ def test_a_tokenizer_that_waits_is_an_error() -> None:
     manager = SimpleNamespace(async_dynamic_batch_tokenizer=None)
     with pytest.raises(RuntimeError, match="waits for something"):
         asyncio.run(tokenizing.tokenize_texts(original, manager))
+
+
+@pytest.mark.parametrize(("stated", "told"), [(int(1e30), 256), (1 << 64, 256), (8192, 8192)])
+def test_a_tokenizer_that_states_no_length_is_told_with_the_model_s_context(
+    stated: int, told: int
+) -> None:
+    """Hugging Face's number for none has 100 bits: SGLang 0.5.17 could not write the answer."""
+    tokenizer = SimpleNamespace(model_max_length=stated, encode=lambda _text, **_: [1, 2])
+    manager = SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(context_len=256))
+    serving = SimpleNamespace(tokenizer_manager=manager)
+    original = OpenAIServingTokenize._handle_non_streaming_request
+    request = TokenizeRequest(prompt="x")
+    answer = asyncio.run(tokenizing.handle_tokenize(original, serving, request, request, None))
+    assert orjson.loads(orjson.dumps(answer.model_dump()))["max_model_len"] == told
 
 
 class Serving:
