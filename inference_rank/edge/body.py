@@ -54,6 +54,10 @@ async def read_body(
     )
 
 
+class NoJSONObjectError(RequestRefusedError):
+    """What was read is no strict JSON, or no object."""
+
+
 class Incoming:
     """A `receive` that knows whether the whole body of its request was taken from the connection.
 
@@ -128,8 +132,8 @@ def _stated_length(headers: Mapping[bytes, bytes]) -> int:
 def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:
     """Return the JSON object in `body`.
 
-    Raises `RequestRefusedError`: 400 if it is no strict JSON (NaN, a lone surrogate), no object, or
-    nested too deeply.
+    Raises `NoJSONObjectError`, 400, if it is no strict JSON (NaN, a lone surrogate) or no object,
+    `RequestRefusedError`, 400, if it is nested too deeply or has too many parts.
     """
     too_deep = RequestRefusedError(
         400, f"the JSON is nested more than {max_depth} deep (--max-json-depth)"
@@ -139,9 +143,9 @@ def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:
     except RecursionError:
         raise too_deep from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RequestRefusedError(400, f"the body is not valid JSON: {error}") from None
+        raise NoJSONObjectError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise RequestRefusedError(400, "the body must be a JSON object")
+        raise NoJSONObjectError(400, "the body must be a JSON object")
     level: list[Any] = [found]
     count = 0
     for _ in range(max_depth):

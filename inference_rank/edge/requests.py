@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .adapters import lora_path, model_and_adapter
+from .body import NoJSONObjectError, parse_json_object
 from .limits import Limits
 from .refusal import RequestRefusedError, shown
 from .sampling import EVALUATION_SAMPLING, NATIVE_SAMPLING, SAMPLING, SEED
@@ -97,9 +98,21 @@ _FOR_TEXT = "this server serves its model for text; images, video and audio are 
 
 
 def _arguments(name: str, value: Any, limits: Limits) -> None:
-    """Check what a function was called with: JSON as a string, as OpenAI has it, or a mapping."""
-    bounded = mapping if isinstance(value, dict) else string
-    bounded(Limits.prompt_bytes)(name, value, limits)
+    """Check what a function was called with: JSON as a string, as OpenAI has it, or a mapping.
+
+    SGLang opens the string, which the bounds on a request's depth and parts have not seen. What is
+    no JSON object in it is for SGLang to judge.
+    """
+    if isinstance(value, dict):
+        mapping(Limits.prompt_bytes)(name, value, limits)
+        return
+    string(Limits.prompt_bytes)(name, value, limits)
+    try:
+        parse_json_object(value.encode(), max_depth=limits.settings.max_json_depth)
+    except NoJSONObjectError:
+        return
+    except RequestRefusedError as refusal:
+        raise fault(name, f"{name}: {refusal.message}") from None
 
 
 _FUNCTION: dict[str, Check] = {"name": _SHORT, "arguments": _arguments}

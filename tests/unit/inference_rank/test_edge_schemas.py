@@ -88,3 +88,13 @@ def test_a_body_of_very_many_parts_is_refused() -> None:
     reply = world.post(CHAT, {"messages": messages})
     assert reply.status_code == 400
     assert "more than 65536 lists and mappings" in reply.json()["error"]["message"]
+
+
+def test_arguments_of_very_many_parts_are_refused() -> None:
+    """SGLang opens them where they are text."""
+    function = {"name": "f", "arguments": json.dumps({"a": [[]] * 70000})}
+    call = {"id": "1", "type": "function", "function": function}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    reply = make_world(max_prompt_bytes=1 << 20).post(CHAT, {"messages": messages})
+    assert reply.status_code == 400
+    assert "more than 65536 lists and mappings" in reply.json()["error"]["message"]
