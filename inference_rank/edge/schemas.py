@@ -53,12 +53,14 @@ def response_format(name: str, value: Any, limits: Limits) -> None:
     _mapping(name, value, limits)
     _check_patterns(name, value)
     inside, schema = f"{name}.schema", value.get("schema")  # SGLang takes it by this name as well
-    for part in ("properties", "strict", ""):
-        if schema is None:
-            return
-        if not isinstance(schema, dict):
-            raise wrong(inside, schema, "a mapping")
-        inside, schema = f"{inside}.{part}", schema.get(part)
+    if schema is None:
+        return
+    _mapping(inside, schema, limits)
+    if "properties" in schema:  # SGLang looks into null, too
+        _mapping(f"{inside}.properties", schema["properties"], limits)
+        strict = schema["properties"].get("strict")
+        if strict is not None:
+            _mapping(f"{inside}.properties.strict", strict, limits)
 
 
 def tools(name: str, value: Any, limits: Limits) -> None:
