@@ -66,6 +66,11 @@ def response_format(name: str, value: Any, limits: Limits) -> None:
 def tools(name: str, value: Any, limits: Limits) -> None:
     """Check what a model may call."""
     _mappings(name, value, limits)
+    for position, tool in enumerate(value):
+        function = tool.get("function")
+        parameters = function.get("parameters") if isinstance(function, dict) else None
+        if parameters is not None:  # true and false are schemas, too, which SGLang fails at
+            _mapping(f"{name}[{position}].function.parameters", parameters, limits)
     _check_patterns(name, value, MOST_TOOL_GROUPS)
     count = 0
     for item in _values(value):

@@ -25,7 +25,7 @@ def as_format(schema: object) -> dict[str, Any]:
     return {"messages": MESSAGES, "response_format": {"type": "json_schema", "schema": schema}}
 
 
-def with_tool(parameters: dict[str, Any]) -> dict[str, Any]:
+def with_tool(parameters: object) -> dict[str, Any]:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     return {"messages": MESSAGES, "tools": [tool]}
 
@@ -53,6 +53,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, with_tool({"type": [{"a": i} for i in range(300)]}), "strings or numbers alone"),
     (CHAT, with_tool({"required": [i if i % 2 else str(i) for i in range(300)]}), "strings or"),
     (CHAT, with_tool({"enum": [0] * MOST_TOOL_VALUES}), "at most 8192 are allowed"),
+    (CHAT, with_tool(True), "tools[0].function.parameters=true: a mapping is required"),
+    (CHAT, with_tool(False), "tools[0].function.parameters=false: a mapping is required"),
 ]
 
 
@@ -77,6 +79,7 @@ def test_refuses(path: str, body: dict[str, Any], text: str) -> None:
         with_tool({"pattern": "(a{0,999999})" * 128, "description": "{10000000"}),
         with_tool({"enum": [*range(1000)], "description": "(" * 1000}),
         with_tool({"anyOf": [{"type": "null"}] * 256}),
+        with_tool(None),
     ],
 )
 def test_allows(body: dict[str, Any]) -> None:
