@@ -92,7 +92,7 @@ def readiness(collected: dict[str, Any], run_dir: RunDir) -> dict[str, Any]:
     if not collected["ready"]:
         rank = collected.get("inference_rank", {})
         state = rank.get("info", {}).get("state", "serving")
-        if rank.get("error"):  # its text may have paths, and probes have no key
+        if rank.get("error"):  # its text is for `status`
             state = "it does not answer"
         why = "SGLang starts" if state == "serving" else state
         shown.setdefault("reason", f"inference rank: {why}")
@@ -129,8 +129,11 @@ async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str,
 
 
 def _ask(socket_path: Path) -> dict[str, Any]:
+    """Return what a rank says; no text names the folder of its sockets, for probes have no key."""
+    folder = f"{socket_path.parent}/"
     try:
         reply = request_status(socket_path, timeout_s=_TIMEOUT_S)
     except TandemKVError as error:
-        return {"ready": False, "error": str(error)}
-    return msgspec.structs.asdict(reply)
+        return {"ready": False, "error": str(error).replace(folder, "")}
+    info = {name: text.replace(folder, "") for name, text in reply.info.items()}
+    return msgspec.structs.asdict(reply) | {"info": info}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from fastapi import FastAPI
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.heartbeat import StatusServer
+from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.placement import Placement
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
@@ -120,6 +123,23 @@ def test_status_counts_what_the_edge_refuses(
     assert asyncio.run(ask()) == {"ready": True, **refused}
     on_metrics = registry.get_sample_value("tandemkv_edge_refused_total", {"status": "429"})
     assert on_metrics == refused["edge_refused_429"]
+
+
+def test_status_names_no_folder_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It needs no key; the run directory's path may have the user's name."""
+    monkeypatch.setattr(http_routes, "_TIMEOUT_S", 0.05)
+    path = RunDir.create(tmp_path / "run").inference_socket
+    error = http_routes._ask(path)["error"]
+    assert error == f"{path.name}: nobody serves it; has the process started?"
+    path.touch()
+    assert http_routes._ask(path)["error"] == f"{path.name}: no answer within 0.05 s"
+    path.unlink()
+    monkeypatch.setattr(http_routes, "_TIMEOUT_S", 30.0)
+    reply = StatusReply(
+        role="inference_rank", epoch=0, ready=False, values={}, info={"lost_reason": f"{path}: no"}
+    )
+    with closing(StatusServer(path, status=lambda: reply)):
+        assert http_routes._ask(path)["info"] == {"lost_reason": f"{path.name}: no"}
 
 
 def test_readiness_says_whose_it_is(tmp_path: Path) -> None:
