@@ -168,6 +168,8 @@ def _template_options(name: str, value: Any, limits: Limits) -> None:
         )  # fmt: skip
         if is_renderers or not key.isidentifier() or isinstance(item, (dict, list)):
             raise wrong(f"{name}.{key[:80]}", item, "a switch of the model's chat template")
+        if key == "spaces_between_special_tokens" and item is not None:
+            boolean(f"{name}.{key}", item, limits)  # a sampling parameter
 
 
 def _effort(name: str, value: Any, limits: Limits) -> None:

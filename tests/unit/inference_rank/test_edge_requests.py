@@ -130,6 +130,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}},
         "chat_template_kwargs.messages=1",
     ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "chat_template_kwargs": {"spaces_between_special_tokens": 1}},
+        "chat_template_kwargs.spaces_between_special_tokens=1: true or false is required",
+    ),
     (CHAT, {"messages": MESSAGES, "input_ids": [1]}, "input_ids: this server has no such"),
     (NATIVE, {"input_ids": [-1, 5]}, r"input_ids[0]=-1"),
     (NATIVE, {"text": "x", "input_ids": [1]}, "exactly one of text and input_ids"),
@@ -210,6 +215,10 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [*MESSAGES, _called('{"a":' * 32 + "1" + "}" * 32)]}),
     (CHAT, {"messages": [*MESSAGES, _called("in words")]}),
     (CHAT, {"messages": [*MESSAGES, _called("[" * 33 + "]" * 33)]}),
+    *(
+        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"spaces_between_special_tokens": x}})
+        for x in (True, False, None)
+    ),
     (CHAT, {"messages": MESSAGES, "stop": []}),
     (COMPLETIONS, {"prompt": "x", "stop": []}),
     (NATIVE, {"text": "x", "sampling_params": {"stop": []}}),
