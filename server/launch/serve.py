@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import logging
@@ -132,7 +133,8 @@ def sglang_folders(run_dir: RunDir) -> dict[str, str]:
     """Make the folders in which SGLang's processes keep files, and return their variables.
 
     SGLang's own choice is /tmp, where its sockets and metrics outlive every server. What torch
-    compiles is kept for the next start. Metrics stay where the user wants them.
+    compiles is kept for the next start if there is a folder for it that can be written, else torch
+    has it in ``TMPDIR``. Metrics stay where the user wants them.
     """
     found = {"TMPDIR": str(run_dir.temporary)}
     run_dir.temporary.mkdir(mode=0o700, exist_ok=True)
@@ -140,7 +142,11 @@ def sglang_folders(run_dir: RunDir) -> dict[str, str]:
         found[METRICS_VARIABLE] = str(run_dir.metrics)
         run_dir.metrics.mkdir(mode=0o700, exist_ok=True)
     if COMPILED_VARIABLE not in os.environ:
-        found[COMPILED_VARIABLE] = str(cache_root() / "inductor")
+        compiled = cache_root() / "inductor"
+        with contextlib.suppress(OSError):
+            compiled.mkdir(parents=True, exist_ok=True)
+        if os.access(compiled, os.W_OK | os.X_OK):  # torch would end SGLang at its start
+            found[COMPILED_VARIABLE] = str(compiled)
     return found
 
 

@@ -64,14 +64,21 @@ def embedded_model_dir(progress: Callable[[str], object] = lambda _: None) -> Pa
 def cache_root() -> Path:
     """Return the folder of what is kept between starts: in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
-    Raises `EmbeddedModelError` if ``XDG_CACHE_HOME`` is a relative path.
+    Raises `EmbeddedModelError` if ``XDG_CACHE_HOME`` is a relative path, or is not set where there
+    is no home directory.
     """
     configured = os.environ.get("XDG_CACHE_HOME")
     if configured and not Path(configured).is_absolute():
         raise EmbeddedModelError(
             f"XDG_CACHE_HOME={configured}: an absolute path is required; correct or unset it"
         )
-    base = Path(configured) if configured else Path.home() / ".cache"
+    try:
+        base = Path(configured) if configured else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise EmbeddedModelError(
+            "HOME is not set, and this user has no home directory; set XDG_CACHE_HOME to a folder "
+            "that can be written"
+        ) from error
     return base / "tandemkv"
 
 

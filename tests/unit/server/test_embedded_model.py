@@ -4,6 +4,7 @@
 import hashlib
 import json
 import multiprocessing
+import pwd
 import sys
 import time
 from collections.abc import Callable
@@ -125,6 +126,15 @@ def test_missing_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_relative_cache_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     with pytest.raises(EmbeddedModelError, match="absolute"):
+        embedded_model_dir()
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run with a number that has no entry in its passwd."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(EmbeddedModelError, match=r"HOME is not set.*set XDG_CACHE_HOME"):
         embedded_model_dir()
 
 

@@ -33,6 +33,7 @@ from tandemkv.server.launch.cache_rank_launch import (
 from tandemkv.server.launch.liveness import Pulse
 from tandemkv.server.launch.run_dir_lock import lock_run_dir
 from tandemkv.server.launch.serve import (
+    COMPILED_VARIABLE,
     METRICS_VARIABLE,
     make_plan,
     prepare_run_dir,
@@ -105,6 +106,20 @@ def test_metrics_stay_where_the_user_wants_them(
     monkeypatch.setenv(METRICS_VARIABLE, "/elsewhere")
     run_dir = prepare_run_dir(launch)
     assert make_plan(launch, run_dir).sglang.env[METRICS_VARIABLE] == "/elsewhere"
+
+
+def test_what_torch_compiles_is_kept_only_where_it_can_be(
+    launch: ResolvedLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may have no home that can be written: torch ends SGLang at such a folder."""
+    monkeypatch.delenv(COMPILED_VARIABLE, raising=False)
+    run_dir = prepare_run_dir(launch)
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    assert sglang_folders(run_dir)[COMPILED_VARIABLE] == str(cache / "tandemkv" / "inductor")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert COMPILED_VARIABLE not in sglang_folders(run_dir)
 
 
 def test_the_cache_rank_is_not_told_what_is_for_sglang(launch: ResolvedLaunch) -> None:
