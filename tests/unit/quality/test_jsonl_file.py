@@ -60,6 +60,16 @@ def test_ruler(tmp_path: Path, inputs: TaskInputs) -> None:
     assert SCORERS[sample.scorer]("12", sample.answers) == 1
 
 
+def test_files_of_ruler_are_named_after_their_folders(tmp_path: Path, inputs: TaskInputs) -> None:
+    files = [write(tmp_path / f"{name}/validation.jsonl", RULER) for name in ("qa_1", "vt")]
+    tasks = find_tasks([f"file:{path}" for path in files])
+    assert [task.name for task in tasks] == ["file_qa_1", "file_vt"]
+    assert [task.samples(inputs)[0].scorer for task in tasks] == [
+        "string_match_part",
+        "string_match_all",
+    ]
+
+
 def test_longbench_with_its_templates(tmp_path: Path, inputs: TaskInputs) -> None:
     path = write(tmp_path / "data" / "hotpotqa_e.jsonl", LONGBENCH, LONGBENCH)
     with pytest.raises(SettingsError, match=r"dataset2prompt\.json is needed"):

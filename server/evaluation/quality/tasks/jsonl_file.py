@@ -40,6 +40,8 @@ _LONGBENCH: dict[str, tuple[str, int]] = {
 }
 """Scorer and answer length of each English dataset (LongBench, arXiv:2308.14508)."""
 
+_SUBSETS = ("validation", "test")
+"""RULER names its files after these, in a folder of each task's name."""
 _RULER_TOKENS = 128
 _AIME_TOKENS = 4096
 _AIME_PROMPT = (
@@ -66,8 +68,9 @@ def jsonl_task(path: Path) -> Task:
     LongBench: ``input``, ``context``, ``answers``, ``dataset``. RULER: ``input``, ``outputs``, and
     ``answer_prefix`` where the prefix is not part of the input. AIME: ``problem`` or ``question``,
     and ``answer``. A prompt that is longer than the context loses its middle, as in LongBench; the
-    sample's notes say so. Raises `SettingsError` if the file is missing, empty, or in none of these
-    formats.
+    sample's notes say so. The task has the file's name, or its folder's where the file is named for
+    a subset, as RULER's ``qa_1/validation.jsonl`` is. Raises `SettingsError` if the file is
+    missing, empty, or in none of these formats.
     """
     lines = _read_lines(path)
     kind = _format_of(path, lines[0])
@@ -90,14 +93,19 @@ def jsonl_task(path: Path) -> Task:
         )  # fmt: skip
 
     return Task(
-        name="file_" + re.sub(r"\W+", "_", path.stem),
-        title=path.stem,
+        name="file_" + re.sub(r"\W+", "_", _name_of(path)),
+        title=_name_of(path),
         definition=f"{len(lines)} lines of {path.name}, format {kind}.",
         source=source,
         samples=lambda inputs: [
             sample(inputs, i) for i in range(min(inputs.num_samples, len(lines)))
         ],
     )
+
+
+def _name_of(path: Path) -> str:
+    folder = path.absolute().parent.name
+    return folder if folder and path.stem in _SUBSETS else path.stem
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -132,7 +140,7 @@ def _format_of(path: Path, line: dict[str, Any]) -> str:
 
 
 def _longbench(path: Path, line: dict[str, Any]) -> Record:
-    name = str(line.get("dataset") or path.stem).removesuffix("_e")
+    name = str(line.get("dataset") or _name_of(path)).removesuffix("_e")
     if name not in _LONGBENCH:
         raise SettingsError(
             f"{path}: dataset={name} has no scorer here; known: {', '.join(_LONGBENCH)}"
@@ -173,7 +181,7 @@ def _ruler(path: Path, line: dict[str, Any]) -> Record:
         question=newline + question,
         answer_prefix=prefix,
         answers=_references(line["outputs"]),
-        scorer="string_match_part" if "qa" in path.stem.lower() else "string_match_all",
+        scorer="string_match_part" if "qa" in _name_of(path).lower() else "string_match_all",
         num_new_tokens=_RULER_TOKENS,
     )
 
