@@ -30,7 +30,12 @@ from tandemkv.server.settings.sglang_args import check_sglang_args, check_sglang
 from .context_limit import how_to_extend
 from .model_files import check_model_files, check_query_weights
 from .ports import choose_port
-from .sglang_features import check_adapters, check_speculation, check_watermark
+from .sglang_features import (
+    check_adapters,
+    check_speculation,
+    check_watermark,
+    check_weights_path,
+)
 from .shared_gpus import check_shared_gpus
 
 
@@ -109,15 +114,19 @@ def resolve_cache_rank(
 def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
     """Return the directory of `model`; the embedded one is unpacked on first use.
 
-    Raises `SettingsError` if there is no such directory.
+    Raises `SettingsError` if there is no such directory, or SGLang cannot read weights from it.
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        return path.resolve()
+        found = path.resolve()
+        check_weights_path(found, f"model={model}")
+        return found
     if model == EMBEDDED_MODEL:
         from tandemkv.server.models.embedded_model import embedded_model_dir
 
-        return embedded_model_dir(progress)
+        found = embedded_model_dir(progress)
+        check_weights_path(found, f"model={model}")
+        return found
     raise SettingsError(
         f"model={model}: no such directory; give a directory in Hugging Face layout (nothing is "
         f"downloaded), or {EMBEDDED_MODEL}"

@@ -47,6 +47,7 @@ def test_what_is_no_folder_of_safetensors_is_refused(tmp_path: Path) -> None:
         (["--lora-paths=x=/nowhere"], "x=/nowhere: no such directory"),
         (["--lora-paths", str(pickled)], "it has no adapter_model.safetensors.*as safetensors"),
         (["--lora-paths", str(tmp_path)], "no adapter_config.json and no adapter_model"),
+        (["--lora-paths", str(write_adapter(tmp_path / "a[1]"))], "SGLang takes .* for a pattern"),
         (["--lora-paths", '{"lora_path": 1'], "no JSON object with lora_name"),
         (["--lora-paths", '{"name": 1}'], "no JSON object with lora_name"),
     ):

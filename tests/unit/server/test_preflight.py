@@ -55,6 +55,15 @@ def test_resolves_every_auto(model_dir: Path) -> None:
     assert preflight.resolve_dtype("auto", "cuda", model_dir) == "bfloat16"
 
 
+def test_a_path_that_sglang_takes_for_a_pattern_is_refused(tmp_path: Path) -> None:
+    """It would say that there are no weights; nor does a link help, which is followed."""
+    model_dir = write_model(tmp_path / "tiny[1]")
+    (tmp_path / "link").symlink_to(model_dir)
+    for path in (model_dir, tmp_path / "link"):
+        with pytest.raises(SettingsError, match=r"for a pattern.*tiny\[1\]; rename"):
+            resolve(path)
+
+
 def test_on_a_cpu_every_policy_runs_in_the_process(model_dir: Path) -> None:
     """On a GPU those do that do not attend themselves."""
     for policy in ("look_ahead", "lfps", "quest", "sfi", "own_policy:NewestFirst"):
