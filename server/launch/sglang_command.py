@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.memory.one_device import is_apart_on_one_device
 from tandemkv.cache_rank.protocol.settings.rank_settings import (
     NODES_VARIABLE,
@@ -18,7 +17,7 @@ from tandemkv.cache_rank.protocol.settings.rank_settings import (
 )
 from tandemkv.inference_rank.edge.settings import EDGE_VARIABLE
 from tandemkv.inference_rank.sglang.drain import DRAIN_TIMEOUT_VARIABLE
-from tandemkv.server.plan.pages import PAGE_TOKENS, page_tokens
+from tandemkv.server.plan.pages import check_chunk, page_tokens
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import value_of
 from tandemkv.server.settings.sources import ENVIRONMENT_PREFIX
@@ -119,12 +118,7 @@ def _chunk_flags(settings: ServeSettings, device: str, page_size: int) -> tuple[
     chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
     if chunk is None:
         return ()
-    if chunk % page_size:
-        shorter = f", or --recent-tokens {PAGE_TOKENS} for shorter pages"
-        raise SettingsError(
-            f"chunked_prefill_size={chunk} must be a multiple of the {page_size} tokens of a page; "
-            f"use {-(-chunk // page_size) * page_size}{'' if chunk % PAGE_TOKENS else shorter}"
-        )
+    check_chunk(chunk, page_size)
     return ("--chunked-prefill-size", str(chunk))
 
 

@@ -35,7 +35,7 @@ from tandemkv.server.settings.sources import Sourced, load_settings
 from .choose import Choice, choose_placement, dense_lengths
 from .constants import Constants, constants_here, measure_here
 from .footprint import GIB
-from .pages import on_device
+from .pages import check_chunk, on_device, page_tokens
 from .placement import Placement, PlacementKind, possible_placements
 from .shape import BUILT_IN_CONFIGS, ModelShape, find_shape, is_built_in
 from .view import plan_json, plan_view, profile_view
@@ -205,7 +205,7 @@ def plan(request: PlanRequest) -> None:
         is_asked=num_cache_gpus is not None,
     )  # fmt: skip
     if choice.chosen is not None:
-        _check_bounds(request, load)
+        _check_bounds(request, load, selection)
     lengths = dense_lengths(selection, choice, shape, load)
     if request.as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
@@ -241,7 +241,7 @@ def _load(request: PlanRequest, selection: SelectionSettings) -> Workload:
     )
 
 
-def _check_bounds(request: PlanRequest, load: Workload) -> None:
+def _check_bounds(request: PlanRequest, load: Workload, selection: SelectionSettings) -> None:
     """Refuse a load whose numbers `serve` would not take; what does not fit is told as such."""
     held = "--context and --concurrency" if request.cache_tokens is None else "--cache-tokens"
     numbers = {
@@ -250,6 +250,8 @@ def _check_bounds(request: PlanRequest, load: Workload) -> None:
         "chunked_prefill_size": Sourced(load.chunk_tokens, "--chunked-prefill-size"),
     }
     load_settings(request.flags | numbers, os.environ)
+    page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
+    check_chunk(load.chunk_tokens, page_size)
 
 
 def _served(request: PlanRequest) -> _Served:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings.rank_settings import SelectionSettings
 
 PAGE_TOKENS = 64
@@ -19,6 +20,17 @@ def page_tokens(index_dtype: str, num_recent_tokens: int, *, has_states: bool = 
     """Return SGLang's page size for this index; with recurrent states pages are short."""
     is_long = index_dtype == "int4" and num_recent_tokens >= LONG_PAGE_TOKENS and not has_states
     return LONG_PAGE_TOKENS if is_long else PAGE_TOKENS
+
+
+def check_chunk(chunk_tokens: int, page_size: int) -> None:
+    """Refuse chunks of prompts that would end within a page, with `SettingsError`."""
+    if chunk_tokens % page_size:
+        shorter = f", or --recent-tokens {PAGE_TOKENS} for shorter pages"
+        raise SettingsError(
+            f"chunked_prefill_size={chunk_tokens} must be a multiple of the {page_size} tokens of "
+            f"a page; use {-(-chunk_tokens // page_size) * page_size}"
+            f"{'' if chunk_tokens % PAGE_TOKENS else shorter}"
+        )
 
 
 def on_device(selection: SelectionSettings, device: str) -> SelectionSettings:

@@ -61,6 +61,15 @@ def test_the_command_has_the_chunk_that_was_planned_with(runner: CliRunner) -> N
         assert ("--chunked-prefill-size 2048" in " ".join(found.output.split())) is is_named
 
 
+def test_a_chunk_that_serve_would_refuse_is_refused(runner: CliRunner) -> None:
+    words = ["plan", "--model", "qwen3-8b", "--context", "16k", "--chunked-prefill-size"]
+    found = runner.invoke(app, [*words, "1000"])
+    assert found.exit_code == 2
+    assert "1000 must be a multiple of the 128 tokens of a page; use 1024" in found.output
+    assert runner.invoke(app, [*words, "1088"]).exit_code == 2
+    assert runner.invoke(app, [*words, "1088", "--recent-tokens", "64"]).exit_code == 0
+
+
 def test_the_command_has_the_dtype_that_was_planned_with(runner: CliRunner) -> None:
     for more, is_named in ([], False), (["--dtype", "float16"], True):
         found = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "16k", *more])
