@@ -47,6 +47,7 @@ _FOLDERS = (
     *(f"{name}/" for name in (*_OF_ENGINES, "far", "own-keys")),
 )
 _LOCK = "launcher.lock"
+_PREFIX = "tandemkv-"
 
 
 class RunDir:
@@ -86,7 +87,9 @@ class RunDir:
         """
         try:
             if path is None:
-                path = tempfile.mkdtemp(prefix="tandemkv-", dir=usual_place())
+                place = usual_place()
+                _check_place(place)
+                path = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
             directory = whole_path(path)
             _check_length(directory)
             for folder in (*reversed(directory.parents), directory):
@@ -243,8 +246,21 @@ def usual_place() -> Path:
     return Path(base)
 
 
+def _check_place(place: Path) -> None:
+    longest = _longest_path(place / f"{_PREFIX}01234567")
+    if longest > MAX_SOCKET_PATH_BYTES:
+        raise SettingsError(
+            f"XDG_RUNTIME_DIR={place}: sockets there would have paths of {longest} bytes, the "
+            f"system allows {MAX_SOCKET_PATH_BYTES}; set a shorter one, or give --run-dir"
+        )
+
+
+def _longest_path(directory: Path) -> int:
+    return max(len(os.fsencode(directory / name)) for name in _LONGEST_NAMES)
+
+
 def _check_length(directory: Path) -> None:
-    longest = max(len(os.fsencode(directory / name)) for name in _LONGEST_NAMES)
+    longest = _longest_path(directory)
     if longest > MAX_SOCKET_PATH_BYTES:
         raise SettingsError(
             f"run_dir={directory}: its sockets would have paths of {longest} bytes, the system "

@@ -122,6 +122,17 @@ def test_long_path_is_refused_before_it_is_made(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_long_runtime_directory_is_refused_and_nothing_left_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / ("x" * 80)
+    place.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    with pytest.raises(SettingsError, match=r"^XDG_RUNTIME_DIR=.*bytes.*or give --run-dir"):
+        RunDir.create()
+    assert list(place.iterdir()) == []
+
+
 @pytest.mark.parametrize("token", [b"", b"short", b"x" * 33])
 def test_token_of_wrong_length_is_refused(tmp_path: Path, token: bytes) -> None:
     run_dir = RunDir.create(tmp_path / "run")
