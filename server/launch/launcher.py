@@ -105,11 +105,18 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 class Launcher:
-    """One launch, from start to shutdown. Use once."""
+    """One launch, from start to shutdown. Use once.
+
+    Its watchdog is started at once; raises `OSError` if it cannot be, once `plan` is cleaned up.
+    """
 
     def __init__(self, plan: LaunchPlan, console: Console, *, verbose: bool = False) -> None:
         self._plan, self._held = plan, ExitStack()
-        self._watchdog = Watchdog(plan.watched, lock=plan.lock)
+        try:
+            self._watchdog = Watchdog(plan.watched, lock=plan.lock)
+        except BaseException:  # nothing would remove the token and the settings
+            plan.clean_up(False)
+            raise
         self._console = console
         self._verbose = verbose
         self._sglang = self._supervised(

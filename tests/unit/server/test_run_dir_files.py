@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankError,
@@ -30,6 +31,7 @@ from tandemkv.server.launch.cache_rank_launch import (
     cache_rank_pulse,
     clean_run_dir,
 )
+from tandemkv.server.launch.launcher import Launcher
 from tandemkv.server.launch.liveness import Pulse
 from tandemkv.server.launch.run_dir_lock import lock_run_dir
 from tandemkv.server.launch.serve import (
@@ -65,6 +67,20 @@ def test_files_of_the_user_survive(launch: ResolvedLaunch) -> None:
     clean_run_dir(run_dir, is_ours=False, keep_logs=False)
     assert names(run_dir) == theirs
     assert all((run_dir.path / name).read_text() == "mine" for name in theirs)
+
+
+def test_nothing_is_left_where_no_watchdog_can_be_started(
+    launch: ResolvedLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError("no process is left")
+
+    monkeypatch.setattr("tandemkv.server.launch.launcher.Watchdog", refuse)
+    run_dir = prepare_run_dir(launch)
+    plan = make_plan(launch, run_dir)
+    with pytest.raises(BlockingIOError):
+        Launcher(plan, Console())
+    assert names(run_dir) == set()
 
 
 def test_logs_of_an_earlier_launch_are_gone(launch: ResolvedLaunch) -> None:
