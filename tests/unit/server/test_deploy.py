@@ -246,6 +246,7 @@ def test_a_patch_for_something_else_is_noticed() -> None:
 def test_pods_may_do_nothing_that_they_need_not(name: str) -> None:
     spec = pod(name)
     assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False  # variables of Services may look like settings
     assert not {"hostNetwork", "hostIPC", "hostPID"} & set(spec)
     security = spec["securityContext"]
     assert security["runAsNonRoot"] is True
