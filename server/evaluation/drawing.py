@@ -42,8 +42,10 @@ def handles_by_label(axes: Iterable[Any]) -> dict[str, Any]:
 
 
 def save(figure: Any, stem: Path) -> tuple[Path, Path]:
-    """Write `stem`.svg and .png; `stem` is a path without suffix."""
-    svg, png = stem.with_suffix(".svg"), stem.with_suffix(".png")
+    """Write `stem`.svg and .png; `stem` may end with one of both. Other points are of its name."""
+    if stem.suffix in (".svg", ".png"):
+        stem = stem.with_suffix("")
+    svg, png = (stem.with_name(f"{stem.name}.{kind}") for kind in ("svg", "png"))
     stem.parent.mkdir(parents=True, exist_ok=True)
     save_svg(figure, svg)
     figure.savefig(png, dpi=160)

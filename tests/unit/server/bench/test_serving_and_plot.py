@@ -248,7 +248,8 @@ def test_plot_command(runner: CliRunner, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "decode.json"
     write_report(report("dense-tp1"), path)
-    result = runner.invoke(app, ["bench", "plot", str(path), "--out", str(tmp_path / "x")])
-    assert result.exit_code == 0
-    assert (tmp_path / "x.svg").is_file()
-    assert (tmp_path / "x.png").is_file()
+    for name in ("x", "qwen2.5", "qwen2.7.svg"):
+        result = runner.invoke(app, ["bench", "plot", str(path), "--out", str(tmp_path / name)])
+        assert result.exit_code == 0
+        for kind in ("svg", "png"):
+            assert (tmp_path / f"{name.removesuffix('.svg')}.{kind}").is_file()
