@@ -156,6 +156,7 @@ def calibrate(request: Request) -> None:
     import torch
 
     from tandemkv.server.checks.preflight import resolve_model
+    from tandemkv.server.evaluation.quality.servers import terminable
     from tandemkv.server.plan.devices import resolve_device
 
     _check_options(request)
@@ -165,7 +166,7 @@ def calibrate(request: Request) -> None:
     device = resolve_device(request.device)
     if request.dtype == "auto":  # all scores of long texts, in float32, fill a GPU
         request = replace(request, dtype="bfloat16" if device == "cuda" else "float32")
-    with torch.device(device):
+    with torch.device(device), terminable():  # what is half written is removed then, too
         try:
             for path, summary in _calibrate(model_dir, request, console):
                 console.print(f"[green]ok[/]  {escape(f'{path}: {summary}')}", soft_wrap=True)

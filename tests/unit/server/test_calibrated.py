@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +212,22 @@ def test_a_failed_calibration_keeps_what_was_there(
     monkeypatch.setattr(command, "fit_queries", fail)
     assert run("calibrate", str(tiny), "--texts", "8", "--tokens", "100").exit_code == 2
     assert queries_file(spec, 1).read_bytes() == before
+    assert not list(calibration_folder(spec).glob("part-*"))
+
+
+def test_a_calibration_that_is_terminated_leaves_no_part(
+    tiny: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandemkv.server.evaluation.calibrate import command
+
+    def terminate(*_: Any) -> None:
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(command, "fit_queries", terminate)
+    result = run("calibrate", str(tiny), "--device", "cpu")
+    assert not isinstance(result.exception, AssertionError)
+    assert result.exit_code == 130
     assert not list(calibration_folder(spec).glob("part-*"))
 
 
