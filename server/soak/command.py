@@ -133,7 +133,7 @@ def soak(request: SoakRequest) -> None:
         if request.api_key_file is not None or request.admin_key_file is not None:
             raise SettingsError(
                 "--api-key-file and --admin-key-file are keys of the server at --url; leave them "
-                "out: the server that is started for the soak has an admin key of its own"
+                "out: the server that is started for the soak has keys of its own"
             )
         console.print(f"starting a server: tandemkv serve {model}")
         faults = points_text(request.seed, actions)

@@ -30,7 +30,10 @@ _START_TIMEOUT_S = 900.0
 _BANNER_TIMEOUT_S = 60.0
 _BANNER_LINES = 1000  # `serve --verbose` goes on with the logs of its ranks
 _MOST_RESTARTS = "1000"
-_OWN_FLAGS = ("--port", "--run-dir", "--admin-key-file", "--max-restarts")
+_HOST = "127.0.0.1"
+_OWN_FLAGS = (
+    "--host", "--port", "--run-dir", "--api-key-file", "--admin-key-file", "--max-restarts",
+)  # fmt: skip
 _END_TIMEOUT_S = 90.0
 
 
@@ -95,11 +98,9 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
         work = Path(name)
         temporary, run_dir = work / "t", work / "run"
         temporary.mkdir()
-        admin_key, port = secrets.token_hex(16), choose_port("127.0.0.1", 0)
-        key_file = work / "admin.key"
-        key_file.touch(mode=0o600)
-        key_file.write_text(admin_key, encoding="utf-8")
-        own = (str(port), str(run_dir), str(key_file), _MOST_RESTARTS)
+        port, files = choose_port(_HOST, 0), (work / "api.key", work / "admin.key")
+        api_key, admin_key = map(_new_key, files)
+        own = (_HOST, str(port), str(run_dir), *map(str, files), _MOST_RESTARTS)
         flags = (text for pair in zip(_OWN_FLAGS, own, strict=True) for text in pair)
         # First, because all that follows a -- in `arguments` is SGLang's.
         argv = (*SERVER, "serve", model, *flags, *arguments)
@@ -110,18 +111,24 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
             ChildSpec(name="tandemkv serve", argv=argv, env=env, log_path=work / "serve.log")
         )
         child.start()
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://{_HOST}:{port}"
         try:
             _await_ready(child, url)
-            client, processes = (
-                Client(url, admin_key=admin_key),
-                ServerProcesses(child.pid, run_dir),
-            )
+            client = Client(url, api_key=api_key, admin_key=admin_key)
+            processes = ServerProcesses(child.pid, run_dir)
             target = Target(url=url, client=client, processes=processes, is_ours=True)
             yield target
             _end(child, target, temporary)
         finally:
             child.stop(_END_TIMEOUT_S, hurry=lambda: False)
+
+
+def _new_key(file: Path) -> str:
+    """Return a key that is in `file` from now on, for its owner only."""
+    key = secrets.token_hex(16)
+    file.touch(mode=0o600)
+    file.write_text(key, encoding="utf-8")
+    return key
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:

@@ -68,7 +68,23 @@ def test_arguments_for_sglang_keep_their_place(monkeypatch: pytest.MonkeyPatch) 
     assert [name for name in own if name not in before] == []
 
 
-@pytest.mark.parametrize("given", [("--port", "1"), ("--run-dir=x",), ("--max-restarts", "3")])
+def test_the_server_is_asked_at_the_soaks_address_with_the_soaks_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever variables or a file say."""
+    found = argv_of(monkeypatch)
+    assert found[found.index("--host") + 1] == "127.0.0.1"
+    files = {found[found.index(f"--{kind}-key-file") + 1] for kind in ("api", "admin")}
+    assert len(files) == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(("--port", "1"), ("--run-dir=x",), ("--max-restarts", "3")),
+        *(("--host", "::1"), ("--api-key-file", "f")),
+    ],
+)
 def test_flags_that_the_soak_sets_are_refused(given: tuple[str, ...]) -> None:
     name = given[0].partition("=")[0]
     with pytest.raises(SettingsError, match=f"{name}: the soak sets it"):
