@@ -54,9 +54,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write one JSON line a sample."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.Encoder().encode_lines(samples))
+    """Write one JSON line a sample; its folder is made. Raises `SettingsError` if it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.Encoder().encode_lines(samples))
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: cannot be written ({error.strerror}); name another folder with --out"
+        ) from error
 
 
 def read_samples(path: Path) -> list[Sample]:

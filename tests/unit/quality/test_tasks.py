@@ -286,6 +286,12 @@ def test_samples_survive_their_file(inputs: TaskInputs, tmp_path: Path) -> None:
         read_samples(tmp_path / "bad.jsonl")
 
 
+def test_samples_that_cannot_be_written_say_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=r"cannot be written \(.*\); name another folder with"):
+        write_samples(tmp_path / "file" / "x.jsonl", [])
+
+
 @pytest.mark.parametrize("sizes", [(1,), (3, 40, 1, 1, 25), (7,) * 50, (40, 1)])
 @pytest.mark.parametrize("limit", [5, 6, 100, 1000, 5003])
 def test_the_longest_prompt_that_fits_is_found_in_few_steps(
