@@ -77,6 +77,8 @@ class ResidentBackend(AttentionBackend):
         self._is_decode = self._is_verify = False
         self._slow_far: torch.Tensor | None = None  # places of those that attend far away
         self._num_steps = 0
+        self._has_seeded = self._is_behind_prompt = False
+        """Whether sets of prompts were made since the last step, and before the one begun last."""
         self._windows: list[tuple[int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
 
@@ -201,11 +203,12 @@ class ResidentBackend(AttentionBackend):
 
     def snapshot(self) -> tuple[Any, ...]:
         """Return what preparing a pass changes here."""
-        return self._num_steps, self._dense.snapshot(), self._runtime.refresh.snapshot()
+        of_step = self._num_steps, self._has_seeded
+        return of_step, self._dense.snapshot(), self._runtime.refresh.snapshot()
 
     def rewind(self, state: tuple[Any, ...]) -> None:
         """Go back to where `snapshot` was asked."""
-        self._num_steps = state[0]
+        self._num_steps, self._has_seeded = state[0]
         self._dense.rewind(state[1])
         self._runtime.refresh.rewind(state[2])
 
@@ -279,6 +282,8 @@ class ResidentBackend(AttentionBackend):
             self._staging.begin(())  # exact layers read the pool, whatever a pass has left
         self._home.begin_step()
         self._num_steps += 1
+        if not in_capture:
+            self._is_behind_prompt, self._has_seeded = self._has_seeded, False
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host, slow)
         # What a policy attends to itself must not be attended to here as well.
         num_cold = dense.num_dense if self._program.attends else dense.num_cold
@@ -338,7 +343,8 @@ class ResidentBackend(AttentionBackend):
         It is the step that was begun last. Keys are indexed for requests that are attended to as a
         whole, too, because they may outgrow it. What a step attends to, a table says: between two
         refreshes it is the resident sets as they were left. Until its first sparse step a set is
-        made anew in each step, whatever `refresh_every` is: nothing else was selected for it.
+        made anew in each step, and once right behind a prompt, whatever `refresh_every` is: nothing
+        else was selected for it, and no samples count yet.
         """
         program = self._program
         if not program.selects:
@@ -347,7 +353,8 @@ class ResidentBackend(AttentionBackend):
         selected = lengths > dense.num_cold
         # A captured batch is filled up with requests of one token, which are nobody's.
         is_new = selected & (lengths <= dense.num_dense + 1) & (lengths > 1)
-        is_due = self._num_steps % program.refresh_every == 0 or bool(is_new.any())
+        is_due = self._num_steps % program.refresh_every == 0 or self._is_behind_prompt
+        is_due |= bool(is_new.any())
         if slow is not None and self._lengths.num_cold:
             is_due = bool(slow.any())  # else empty slots are filled in each step
         if is_due and bool(selected.any()):
@@ -409,6 +416,7 @@ class ResidentBackend(AttentionBackend):
                 ExtendRow(row=row, prefix_len=prefix, length=length, table=table, window=window)
             )
         self._windows = [r.window for r in requests if r.window is not None]
+        self._has_seeded |= bool(self._windows)
         self.link.begin_extend(requests)
         counters = self._runtime.counters
         counters.extend_steps_total += 1

@@ -325,7 +325,9 @@ def test_what_a_step_does(
 ) -> None:
     rank = SimpleNamespace(selects=True, refresh_every=1, index_interval=interval)
     dense = DenseLengths(num_dense=40, num_cold=40)
-    backend: Any = SimpleNamespace(_program=rank, _of_step=dense, _num_steps=3)
+    backend: Any = SimpleNamespace(
+        _program=rank, _of_step=dense, _num_steps=3, _is_behind_prompt=False
+    )
     kind = ResidentBackend.kind_of(backend, torch.tensor(lengths))
     assert kind is by_interval[interval]
     assert kind in kinds_of(interval)
@@ -342,7 +344,9 @@ def test_what_fills_up_a_captured_batch_does_not_decide_what_a_step_does() -> No
     """The graph that is replayed is chosen by the requests alone."""
     rank = SimpleNamespace(selects=True, refresh_every=2, index_interval=0)
     none = DenseLengths(num_dense=0, num_cold=0)
-    backend: Any = SimpleNamespace(_program=rank, _of_step=none, _num_steps=3)
+    backend: Any = SimpleNamespace(
+        _program=rank, _of_step=none, _num_steps=3, _is_behind_prompt=False
+    )
     for lengths in ([500], [500, 1, 1]):
         assert ResidentBackend.kind_of(backend, torch.tensor(lengths)) is DecodeKind.DENSE
     backend._num_steps = 4

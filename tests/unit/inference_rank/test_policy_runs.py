@@ -49,6 +49,7 @@ OF_LINEAR: dict[str, dict[str, Any]] = {
 }
 """The same for a model whose layers 1 and 3 have K and V, and no others."""
 ANOTHER_PROCESS = {"selection": COVERING | {"policy": "look_ahead"}, "cache_ranks": 1}
+SELDOM = {"policy": "look_ahead", "exact_layers": [0], "refresh_every": 1000}
 STRIDE = 4
 SLOW = {"policy": "sync_kv", "budget_tokens": 96, "options": {"stride": STRIDE}}
 
@@ -59,6 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(NAME, folder / "models" / NAME)
     write_clusters(folder / "models" / NAME, folder / "clusters.json")
     trees: dict[str, Any] = {way: {"selection": COVERING | more} for way, more in ALL.items()}
+    trees["seldom"] = {"selection": SELDOM}
     trees["slow"] = {"selection": SLOW | {"calibration": str(folder / "clusters.json")}}
     (folder / "ways.json").write_text(json.dumps(trees))
     run_program(folder, NAME, "--ways", str(folder / "ways.json"))
@@ -116,3 +118,10 @@ def test_slow_steps_attend_to_everything(runs: Path) -> None:
     assert (rows, attended) == (len(slow), fast + whole)
     assert selections == len(slow) * LAYERS
     assert fetched > 0
+
+
+def test_the_first_step_behind_a_prompt_selects_however_seldom_others_do(runs: Path) -> None:
+    """Until then no samples count, and the set is what the prompt's last queries chose."""
+    found = result(runs / f"{NAME}-seldom.safetensors")
+    assert found["rows"].tolist() == [STEPS, STEPS, 0], "the longer prompt alone is sparse"
+    assert int(found["counts"][2]) == LAYERS - 1, "once in each sparse layer"
