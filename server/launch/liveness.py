@@ -30,6 +30,8 @@ class Liveness:
     """Asks one rank for its pulse.
 
     `ask` returns the pulse, within a time limit, and raises `TandemKVError` if nobody answers.
+    Only what a question found counts, by when it was asked: a launcher that was stopped, as with
+    Ctrl-Z, judges a rank again before it has asked it.
     """
 
     def __init__(self, ask: Callable[[], Pulse], interval_s: float = _INTERVAL_S) -> None:
@@ -44,8 +46,9 @@ class Liveness:
     def expect_start(self) -> None:
         """Forget what was known: the rank is started now, and not judged before it was ready."""
         with self._lock:
-            self._was_ready, self._answered = False, time.monotonic()
-            self._waits = False
+            self._was_ready, self._waits = False, False
+            self._started = self._answered = time.monotonic()
+            self._starting_s, self._silent_s = 0.0, 0.0
             self._stalled_s, self._reason = 0.0, ""
             self._generation += 1
 
@@ -53,6 +56,7 @@ class Liveness:
         """Take for known that it is ready: whoever started it has seen so."""
         with self._lock:
             self._was_ready, self._answered = True, time.monotonic()
+            self._silent_s = 0.0
 
     def start(self) -> None:
         """Begin to ask. Idempotent."""
@@ -81,14 +85,18 @@ class Liveness:
                 return None
             if self._stalled_s > timeout_s:
                 return f"its work has not moved for {self._stalled_s:.0f} s"
-            silent_s = time.monotonic() - self._answered
-            is_silent = silent_s > timeout_s
-            return f"no answer for {silent_s:.0f} s ({self._reason})" if is_silent else None
+            is_silent = self._silent_s > timeout_s
+            return f"no answer for {self._silent_s:.0f} s ({self._reason})" if is_silent else None
+
+    def is_late(self, timeout_s: float) -> bool:
+        """Whether the rank was not ready when it was asked `timeout_s` after its start."""
+        with self._lock:
+            return not self._was_ready and self._starting_s > timeout_s
 
     def _run(self) -> None:
         turn = time.monotonic()
         while not self._stopping.is_set():
-            generation = self._generation
+            generation, asked = self._generation, time.monotonic()
             reason = ""
             try:
                 pulse: Pulse | None = self._ask()
@@ -99,15 +107,17 @@ class Liveness:
             now = time.monotonic()
             with self._lock:
                 if generation == self._generation:
-                    self._note(pulse, reason, now, slept=now - turn > _LONGEST_TURN_S)
+                    if pulse is not None or now - turn > _LONGEST_TURN_S:
+                        self._answered = now
+                    self._note(pulse, reason, asked)
             turn = now
             self._stopping.wait(self._interval_s)
 
-    def _note(self, pulse: Pulse | None, reason: str, now: float, *, slept: bool) -> None:
+    def _note(self, pulse: Pulse | None, reason: str, asked: float) -> None:
+        self._starting_s = asked - self._started
+        self._silent_s = asked - self._answered  # not above 0 if it has answered
         if pulse is None:
             self._reason = reason
-            if slept:
-                self._answered = now
             return
-        self._answered, self._stalled_s, self._waits = now, pulse.stalled_s, pulse.waits
+        self._stalled_s, self._waits = pulse.stalled_s, pulse.waits
         self._was_ready = self._was_ready or pulse.is_ready

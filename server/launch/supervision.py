@@ -157,8 +157,7 @@ class SupervisedRank:
             return
         reason = self.liveness.hangs(self._rules.hang_timeout_s)
         limit = f"{self._rules.hang_timeout_s:g} s (--hang-timeout-s)"
-        is_late = now - self._started > self._rules.start_timeout_s
-        if is_late and not self.liveness.was_ready:
+        if self.liveness.is_late(self._rules.start_timeout_s):
             reason = "it does not become ready"
             limit = f"{self._rules.start_timeout_s:g} s (--start-timeout-s)"
         if reason is not None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.server.launch.liveness import Liveness, Pulse
 from tandemkv.server.launch.supervision import LaunchError, RestartRules, SupervisedRank, tail
 
@@ -43,21 +44,41 @@ class EndingChild:
         """Nothing is left of it."""
 
 
+class RunningChild(EndingChild):
+    """A child that runs until it is killed."""
+
+    is_killed = False
+
+    def exit_status(self) -> None:  # type: ignore[override]
+        """None: it runs."""
+
+    def tell_hang(self) -> bool:
+        return False
+
+    def kill_group(self) -> None:
+        self.is_killed = True
+
+
+def supervised(
+    child: EndingChild, liveness: Liveness, rules: RestartRules, said: io.StringIO
+) -> SupervisedRank:
+    watchdog, console = SimpleNamespace(watch=int, forget=int), Console(file=said, width=200)
+    return SupervisedRank(
+        cast(Any, child), cast(Any, watchdog), liveness, rules, console, meanwhile="requests wait"
+    )
+
+
 def lives(*, is_ready: bool, count: int, waits: bool = False, failures: int = 0) -> list[str]:
     """Let a rank end `count` times, ready before or not; return what is said of each restart.
 
     `waits`: another serves all the time. `failures`: so many starts do not succeed.
     """
     child, said = EndingChild(failures), io.StringIO()
-    watchdog = SimpleNamespace(watch=lambda _: None, forget=lambda _: None)
     liveness = Liveness(lambda: Pulse(is_ready=is_ready, stalled_s=0.0, waits=waits), 0.001)
     rules = RestartRules(
         hang_timeout_s=1.0, start_timeout_s=1.0, max_restarts=count, first_backoff_s=FIRST_S
     )
-    console = Console(file=said, width=200)
-    rank = SupervisedRank(
-        cast(Any, child), cast(Any, watchdog), liveness, rules, console, meanwhile="requests wait"
-    )
+    rank = supervised(child, liveness, rules, said)
     rank.start()
     if waits:
         liveness.start()
@@ -100,6 +121,31 @@ def test_an_argument_that_sglang_refuses_says_what_to_do(last: str, status: int,
         assert "usage:" not in found
     else:
         assert found == f"last lines of cache_rank.log:\n{text}"
+
+
+@pytest.mark.parametrize(("was_ready", "why"), [(True, "no answer"), (False, "become ready")])
+def test_one_that_was_not_asked_since_is_not_judged(was_ready: bool, why: str) -> None:
+    """After a stop of the launcher, as with Ctrl-Z, it is looked at before it is asked again."""
+
+    def ask() -> Pulse:
+        raise CacheRankLostError("nobody is there")
+
+    child, said, liveness = RunningChild(), io.StringIO(), Liveness(ask, 0.01)
+    rules = RestartRules(hang_timeout_s=0.05, start_timeout_s=0.05, max_restarts=1)
+    rank = supervised(child, liveness, rules, said)
+    rank.start()
+    if was_ready:
+        liveness.note_ready()
+    time.sleep(0.1)
+    rank.keep()
+    assert not child.is_killed
+    liveness.start()
+    deadline = time.monotonic() + 10.0
+    while not child.is_killed:
+        rank.keep()
+        assert time.monotonic() < deadline
+    assert why in said.getvalue()
+    liveness.stop()
 
 
 def test_one_that_was_ready_is_started_again_without_delay() -> None:
