@@ -22,7 +22,7 @@ from tandemkv.cache_rank.protocol.errors import (
 )
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.handshake import open_epoch, refusal_for, still_waits
-from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient, Patience
+from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient, Patience, StatusServer
 from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, withdraw_tensors
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
@@ -53,10 +53,12 @@ from tandemkv.cache_rank.protocol.messages import (
     HeartbeatReply,
     Hello,
     Refused,
+    StatusReply,
     Welcome,
     refuse_version,
 )
 from tandemkv.cache_rank.protocol.models.predictor_weights import PREDICTOR_PREFIX
+from tandemkv.cache_rank.protocol.progress import ProgressClock
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
 
@@ -108,16 +110,21 @@ class FarPump:
         self._guest: _Guest | None = None
         self._waiting = deque[tuple[bytes, Knock]]()
         self._opening: DataPlane | None = None
-        self._stop = threading.Event()
+        self._stop, self._closing = threading.Event(), ProgressClock()
         rehearse_flags(self._homes.here, settings.exchange.transfer_timeout_s)
         self._heartbeat = HeartbeatClient(run_dir.heartbeat_socket, settings.exchange, self._end)
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set."""
+        """Serve until `stop` is set.
+
+        Status requests are answered where the run directory's inference rank would answer them.
+        Raises `CacheRankError` if another live process does.
+        """
         if self._homes.are_on_gpu:
             torch.cuda.set_device(self._homes.here)  # of this thread
         self._stop = stop
         threading.Thread(target=self._abort_once_it_stops, name="stop", daemon=True).start()
+        server = StatusServer(self._run_dir.inference_socket, status=self.status)
         try:
             while not stop.is_set():
                 received = self._waiting.popleft() if self._waiting else self._door.receive(_POLL_S)
@@ -129,6 +136,21 @@ class FarPump:
             self._door.close()
             self._kept.close()
             self._books.close()
+            server.close()
+
+    def status(self) -> StatusReply:
+        """Return how long an epoch has been ending, which alone has no limit.
+
+        Safe from any thread.
+        """
+        guest = self._guest
+        return StatusReply(
+            role="pump",
+            epoch=0 if guest is None else guest.welcome.epoch,
+            ready=True,
+            values={"stalled_s": self._closing.stalled_s()},
+            info={},
+        )
 
     def _handle(self, peer: bytes, letter: Letter) -> None:
         guest = self._guest
@@ -363,7 +385,9 @@ class FarPump:
             _LOG.info("the cache rank was not told: %s", error)
         guest.control.close()
         if guest.session is not None:
+            self._closing.advance()
             guest.session.close()
+            self._closing.idle()
         else:  # it was welcomed: the next one would find the cache rank waiting for memory
             withdraw_tensors(
                 self._run_dir.memory_socket,

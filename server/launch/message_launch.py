@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.memory.shared_devices import far_gpu, one_gpu_homes
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.message.door import Door, await_entry
@@ -44,6 +45,7 @@ from tandemkv.server.settings.sources import to_yaml
 
 from .cache_rank_launch import (
     INFERENCE_RANK_EXIT_S,
+    PULSE_TIMEOUT_S,
     SETTINGS_FILE,
     cache_rank_detail,
     cache_rank_launch,
@@ -55,6 +57,7 @@ from .cache_rank_launch import (
 )
 from .child_process import ChildSpec
 from .launcher import CacheRankLaunch, Launcher, LaunchPlan
+from .liveness import Pulse
 from .run_dir_lock import lock_run_dir
 from .sglang_command import cache_rank_argv, cache_rank_env
 from .supervision import LaunchError
@@ -95,9 +98,11 @@ def message_launches(
             own = RunDir.create(run_dir.path / FAR_FOLDER / str(rank))  # another host, in effect
             words = ("cache-rank", "--address", address)
             there = env | _other_gpu(placement, env, rank)
-            cache_ranks.append(_launch("cache rank", words, rank, own, run_dir, there))
+            pulse: Callable[[int], Pulse] = partial(_far_pulse, own)
+            cache_ranks.append(_launch("cache rank", words, rank, own, run_dir, there, pulse))
         own = run_dir.of_rank(rank, create=True)
-        pumps.append(_launch("pump", ("pump",), rank, own, run_dir, env | _PUMP_ENV))
+        pulse = partial(cache_rank_pulse, (own,))
+        pumps.append(_launch("pump", ("pump",), rank, own, run_dir, env | _PUMP_ENV, pulse))
     return (*cache_ranks, *pumps)
 
 
@@ -110,9 +115,20 @@ def _other_gpu(placement: Placement, environ: Mapping[str, str], rank: int) -> d
     return {_SEEN_GPUS: seen[number].strip() if number < len(seen) else str(number)}
 
 
+def _far_pulse(own: RunDir, _pid: int) -> Pulse:
+    """Ask the process that holds the K/V of a cache rank, which it starts and watches itself.
+
+    Both have to be there for it to be ready. Raises `CacheRankError` if it does not answer.
+    """
+    reply = request_status(own.inference_socket, PULSE_TIMEOUT_S)
+    is_ready = cache_rank_detail(own) is None
+    return Pulse(is_ready=is_ready, stalled_s=reply.values["stalled_s"])
+
+
 def _launch(
-    name: str, words: tuple[str, ...], rank: int, own: RunDir, run_dir: RunDir, env: dict[str, str]
-) -> CacheRankLaunch:
+    name: str, words: tuple[str, ...], rank: int, own: RunDir, run_dir: RunDir,
+    env: dict[str, str], pulse: Callable[[int], Pulse],
+) -> CacheRankLaunch:  # fmt: skip
     """Return a process of cache rank `rank` in `own`, for settings and logs in `run_dir`."""
     config, number = run_dir.path / SETTINGS_FILE, rank or ""
     argv = cache_rank_argv(run_dirs=[own.path], config=config, rank=rank, words=words)
@@ -124,7 +140,7 @@ def _launch(
             log_path=run_dir.path / f"{name.replace(' ', '_')}{number}.log",
         ),
         detail=partial(cache_rank_detail, own),
-        pulse=partial(cache_rank_pulse, (own,)),
+        pulse=pulse,
     )
 
 

@@ -22,6 +22,7 @@ from shared_forward import LENGTHS, QUICK, Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, HandshakeRefusedError
+from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane
 from tandemkv.cache_rank.protocol.message.keys import (
     make_keys,
@@ -311,6 +312,38 @@ def test_progress_of_two_threads_never_goes_back() -> None:
     for thread in threads:
         thread.join()
     assert raised == list(range(1, 1001))
+
+
+def test_the_pump_that_holds_k_and_v_says_whether_it_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that hangs keeps an epoch from ending, and the pump from serving another one."""
+    go_on, socket = threading.Event(), RunDir(tmp_path / "far").inference_socket
+
+    def stalled_s() -> float:
+        return request_status(socket, 5.0).values["stalled_s"]
+
+    settings = settings_of("oracle", {"link": "message", "two_gpus": True}, **_SELECTION)
+    with far_played(tmp_path, settings) as (played, _):
+        guest = played.pumps[0].far._guest
+        assert guest is not None
+        assert guest.session is not None
+        close = guest.session.close
+
+        def close_late() -> None:
+            assert go_on.wait(30)
+            close()
+
+        monkeypatch.setattr(guest.session, "close", close_late)
+        assert stalled_s() == 0
+        played.connection.leave("a test")
+        deadline = time.monotonic() + 10
+        while stalled_s() < 0.3:
+            assert time.monotonic() < deadline
+        go_on.set()
+        while stalled_s():
+            assert time.monotonic() < deadline
+    assert not socket.exists()
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

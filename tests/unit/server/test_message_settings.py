@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +18,18 @@ from rich.text import Text
 from tiny_model import write_model
 from typer.testing import CliRunner
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsError
+from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.message.keys import make_keys
+from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.checks.preflight import resolve_launch
 from tandemkv.server.cli.commands import app
 from tandemkv.server.launch import message_launch
 from tandemkv.server.launch.cache_rank_launch import clean_run_dir
 from tandemkv.server.launch.launcher import LaunchPlan
+from tandemkv.server.launch.liveness import Pulse
 from tandemkv.server.launch.message_launch import message_launches, with_own_link
 from tandemkv.server.launch.run_dir_lock import lock_run_dir
 from tandemkv.server.launch.serve import make_plan
@@ -244,6 +249,25 @@ def test_both_ends_here_have_keys_and_addresses_of_their_own(tmp_path: Path) -> 
     assert [x.spec for x in message_launches(settings, run_dir, is_far_here=False)] == specs[2:]
     run_dir.clear()
     assert not list((tmp_path / "run").iterdir()), "nothing is left"
+
+
+def test_who_holds_k_and_v_here_is_asked_itself(tmp_path: Path) -> None:
+    """It starts the cache rank, which may be away; it may hang where that one answers."""
+    run_dir = RunDir.create(tmp_path / "run")
+    settings = with_own_link(_settings(transport="message"), run_dir)
+    launch = message_launches(settings, run_dir, is_far_here=True)[0]
+    far = RunDir(run_dir.path / "far" / "0")
+    reply = StatusReply(role="", epoch=1, ready=True, values={"stalled_s": 3.0}, info={})
+    with closing(StatusServer(far.inference_socket, status=lambda: reply)):
+        assert launch.pulse(os.getppid()) == Pulse(is_ready=False, stalled_s=3.0)
+        with closing(StatusServer(far.heartbeat_socket, status=lambda: reply)):
+            assert launch.pulse(os.getppid()) == Pulse(is_ready=True, stalled_s=3.0)
+    with (
+        closing(StatusServer(far.heartbeat_socket, status=lambda: reply)),
+        pytest.raises(CacheRankLostError),
+    ):
+        launch.pulse(os.getppid())
+    run_dir.clear()
 
 
 def test_the_port_of_the_server_is_not_drawn_again(
