@@ -24,6 +24,8 @@ _MAX_LOG_BYTES = 8 << 20
 _TICK_S = 0.1
 _SETTLE_S = 1.0
 """Longest wait for the last lines of a child that has ended."""
+_KILLED_S = 60.0
+"""Longest wait for the end of a killed child. One that waits for a driver may never end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +179,22 @@ class ChildProcess:
         self._popen.send_signal(self.spec.hang_signal)
         return True
 
-    def kill_group(self) -> None:
-        """SIGKILL whatever is left of the process group, and reap the child."""
+    def kill(self) -> None:
+        """SIGKILL whatever is left of the process group, and wait for nothing."""
         if self._popen is None or self._is_reaped:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
+
+    def kill_group(self) -> None:
+        """`kill`, and reap the child; one that does not end in a minute is left to a later call."""
+        if self._popen is None or self._is_reaped:
+            return
+        self.kill()
+        try:
+            self._popen.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            return
         self._is_reaped = True  # its number may be given to another group from now on
         self._await_writer()
         self._close_output()

@@ -8,6 +8,7 @@ container's restart policy, a person) has to look.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import deque
@@ -87,6 +88,7 @@ class SupervisedRank:
         self._restarts: deque[float] = deque()
         self._is_coming_back = False
         self._kill_at: float | None = None
+        self._segments: set[str] = set()
 
     def start(self) -> None:
         """Start it for the first time, or again."""
@@ -100,8 +102,8 @@ class SupervisedRank:
     @property
     def is_up(self) -> bool:
         """Whether it runs, and is ready or may take the place of another."""
-        is_running = self._restart_at is None and self.child.exit_status() is None
-        return is_running and self.liveness.was_ready
+        is_kept = self._restart_at is None and self._kill_at is None
+        return is_kept and self.child.exit_status() is None and self.liveness.was_ready
 
     def end_group(self) -> None:
         """End what is left of it, and remove its shared memory."""
@@ -112,11 +114,24 @@ class SupervisedRank:
         self.liveness.stop()
         if self.child.is_started:
             self._end(lambda: self.child.stop(grace_s, hurry))
+            if self.child.exit_status() is None:
+                name, pid = self.child.spec.name, self.child.pid
+                self._say(
+                    f"[red]{name} was killed and does not end[/], pid {pid}: it waits for a driver "
+                    "or a disk, and keeps its memory until then"
+                )
+
+    def _kill(self) -> None:
+        """SIGKILL it; `keep` sees its end, which with much memory, or in a driver, takes long."""
+        self._kill_at = math.inf
+        self._segments = shared_memory_of([self.child.pid])  # afterwards nobody knows
+        self.child.kill()
 
     def _end(self, end: Callable[[], None]) -> None:
-        segments = shared_memory_of([self.child.pid])
+        segments = self._segments | shared_memory_of([self.child.pid])
         end()
         remove_segments(segments)
+        self._segments = set()
         self._watchdog.forget(self.child.pid)
 
     def keep(self) -> None:
@@ -152,8 +167,7 @@ class SupervisedRank:
     def _end_if_hung(self, now: float) -> None:
         if self._kill_at is not None:
             if now >= self._kill_at:
-                self._kill_at = None
-                self.end_group()
+                self._kill()
             return
         reason = self.liveness.hangs(self._rules.hang_timeout_s)
         limit = f"{self._rules.hang_timeout_s:g} s (--hang-timeout-s)"
@@ -168,7 +182,7 @@ class SupervisedRank:
             if self.child.tell_hang():
                 self._kill_at = now + _LAST_ANSWERS_S
             else:
-                self.end_group()
+                self._kill()
 
     def _plan_restart(self, what: str, now: float) -> None:
         name, self._kill_at = self.child.spec.name, None

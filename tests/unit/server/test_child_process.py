@@ -102,6 +102,20 @@ def test_a_stopped_launcher_does_not_stop_the_child(talker: ChildProcess, tmp_pa
     assert talker.log_tail(1) == "line 1999"
 
 
+def test_a_child_that_cannot_be_killed_is_left_to_a_later_call(
+    talker: ChildProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits in a driver ends after that, or never."""
+    talker.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(child_process, "_KILLED_S", 0.1)
+        patched.setattr(os, "killpg", lambda *_: None)
+        talker.kill_group()
+    assert talker.exit_status() is None
+    talker.kill_group()
+    assert talker.exit_status() == "signal SIGKILL"
+
+
 def test_a_line_longer_than_a_log_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "child.log"
     log = BoundedLog(str(path), 10)

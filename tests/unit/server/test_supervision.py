@@ -34,7 +34,7 @@ class EndingChild:
         if 1 < self.starts <= 1 + self.failures:
             raise BlockingIOError(errno.EAGAIN, "no more processes")
 
-    def exit_status(self) -> str:
+    def exit_status(self) -> str | None:
         return "signal SIGKILL"
 
     def log_tail(self, lines: int = 20) -> str:
@@ -45,18 +45,22 @@ class EndingChild:
 
 
 class RunningChild(EndingChild):
-    """A child that runs until it is killed."""
+    """A child that runs, also when it was killed, until it is given a status."""
 
-    is_killed = False
+    status: str | None = None
+    kills = 0
 
-    def exit_status(self) -> None:  # type: ignore[override]
-        """None: it runs."""
+    def exit_status(self) -> str | None:
+        return self.status
 
     def tell_hang(self) -> bool:
         return False
 
+    def kill(self) -> None:
+        self.kills += 1
+
     def kill_group(self) -> None:
-        self.is_killed = True
+        assert self.status, "that waits"
 
 
 def supervised(
@@ -138,13 +142,35 @@ def test_one_that_was_not_asked_since_is_not_judged(was_ready: bool, why: str) -
         liveness.note_ready()
     time.sleep(0.1)
     rank.keep()
-    assert not child.is_killed
+    assert not child.kills
     liveness.start()
     deadline = time.monotonic() + 10.0
-    while not child.is_killed:
+    while not child.kills:
         rank.keep()
         assert time.monotonic() < deadline
     assert why in said.getvalue()
+    liveness.stop()
+
+
+def test_one_that_is_ended_is_not_waited_for() -> None:
+    """With much memory, or in a driver, it takes long; others are to be looked after."""
+    liveness = Liveness(lambda: Pulse(is_ready=True, stalled_s=9.0), 0.001)
+    child, said = RunningChild(), io.StringIO()
+    rules = RestartRules(hang_timeout_s=1.0, start_timeout_s=1.0, max_restarts=1)
+    rank = supervised(child, liveness, rules, said)
+    rank.start()
+    liveness.start()
+    while not child.kills:
+        rank.keep()
+        time.sleep(0.001)
+    rank.keep()
+    assert child.kills == 1
+    assert not rank.is_up
+    assert "restart" not in said.getvalue()
+    child.status = "signal SIGKILL"
+    rank.keep()
+    assert said.getvalue().count("hangs") == 1
+    assert "ended: signal SIGKILL" in said.getvalue()
     liveness.stop()
 
 
