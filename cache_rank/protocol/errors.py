@@ -42,3 +42,7 @@ class CacheRankLostError(CacheRankError):
 
 class ProtocolError(CacheRankError):
     """A frame was malformed, out of bounds, or out of order."""
+
+
+class UnusableBooksError(ProtocolError):
+    """What an engine of an earlier epoch left is nothing that this engine can use."""

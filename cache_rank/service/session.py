@@ -16,7 +16,11 @@ import torch
 from tandemkv.cache_rank.engine.factory import create
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import Allocate, Engine, PredictQuery, measure_selection
-from tandemkv.cache_rank.protocol.errors import ContractError, ProtocolError
+from tandemkv.cache_rank.protocol.errors import (
+    ContractError,
+    ProtocolError,
+    UnusableBooksError,
+)
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import wait_for_hang_up
@@ -52,8 +56,8 @@ class SharedSession:
     It ends with the inference rank's `connection`. `tensors`, which that has made, and `made` are
     closed with it: what the engine remembers of rows, for the inference rank to hold. `made` has
     what the engine of an earlier epoch made, and gets the rest. Weights of the prediction are of
-    the heads of `shard`. Raises `ProtocolError` if an engine like this one makes something else;
-    all of the arguments are the caller's then.
+    the heads of `shard`. Raises `UnusableBooksError` if an engine like this one makes something
+    else; all of the arguments are the caller's then.
     """
 
     def __init__(
@@ -95,14 +99,17 @@ class SharedSession:
     ) -> None:
         """Make the engine, which takes what there is of `made` and makes the rest; and its runner.
 
-        Raises `ProtocolError` if something of `made` is left over.
+        Raises `UnusableBooksError` if something of `made` is left over, or is of another shape.
         """
         tensors, made, selection = self._tensors, self._made, settings.selection
         unknown = {spec.name for spec in made.specs}
 
         def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             unknown.discard(name)
-            return made.allocate(name, shape, dtype)
+            try:
+                return made.allocate(name, shape, dtype)
+            except ProtocolError as error:
+                raise UnusableBooksError(str(error)) from error
 
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=allocate, shard=shard)
         predict = _predictor(tensors, model, settings, shard)
@@ -129,7 +136,7 @@ class SharedSession:
             ),
         )
         if unknown:  # only the engine and its policy know what they keep
-            raise ProtocolError(
+            raise UnusableBooksError(
                 f"mapped tensor {min(unknown)!r} is nothing that this engine keeps; start both "
                 "ranks with the same settings"
             )

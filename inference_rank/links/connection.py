@@ -26,7 +26,7 @@ from tandemkv.cache_rank.protocol.errors import (
 )
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
-from tandemkv.cache_rank.protocol.memory.descriptor_messages import has_hung_up
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import BOOKS, has_hung_up
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import (
     let_hold,
     offer_tensors,
@@ -55,8 +55,8 @@ from .patience import LONGEST_PREPARING_S, Patience, limit_s
 
 _LOG = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 30.0
-KEPT, OWN, BOOKS = "kept", "own", "books"
-"""Groups of tensors that the launcher, or ``tandemkv memory``, holds."""
+KEPT, OWN = "kept", "own"
+"""Groups of tensors, besides `BOOKS`, that the launcher, or ``tandemkv memory``, holds."""
 _LONGEST_WAIT_S = 3600.0
 _GRACE_S, _GPU_GRACE_S = 1.0, 5.0
 """For an engine that was told that its epoch ends; it looks for messages ten times a second. On a
@@ -169,7 +169,7 @@ class SharedConnection:
         It has `timeout_s` to welcome us, and then ``transfer_timeout_s``, if that is longer than
         what is left, to build its engine: one that ends meanwhile is noticed at once. One on
         another host has `opening_s` of the memory besides: by its bytes, and not by how often it
-        was met.
+        was met. It is asked again without books that are of no use to it: rows are seeded anew.
 
         The cache rank of the epoch before has ended then, or is ended: it maps the same memory.
         Changes nothing of this object, so that any thread may call it while no epoch is open.
@@ -184,8 +184,10 @@ class SharedConnection:
             return self._open(timeout_s, (self.own, self._kept, self._theirs))
         except HandshakeRefusedError as error:
             is_far = self._settings.placement.has_far_host  # it names the K/V there, not rows
-            if error.field != "memory" or not self._theirs.specs or is_far:
-                raise
+            is_free = self._is_first and not is_far  # no request goes on
+            may_be_they = error.field == BOOKS or (error.field == "memory" and is_free)
+            if not may_be_they or not self._theirs.specs:
+                raise  # the next try may take up all rows
             _LOG.warning("rows are seeded anew, what is known of them is of no use: %s", error)
             return self._open(timeout_s, (self.own, self._kept))
 

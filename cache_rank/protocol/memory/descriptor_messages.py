@@ -53,6 +53,7 @@ class TensorsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     `error` is empty if all is well, and else why there are none. `group` is for who holds them
     (`descriptor_holder`): without tensors it is asked for them, with an error it lets go of them.
+    Where an engine is refused memory, it names the tensors that are the reason, if some are.
     """
 
     token: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
@@ -64,6 +65,8 @@ class TensorsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(TensorsMessage)
+BOOKS = "books"
+"""Group of what an engine remembers of rows, and leaves to the next."""
 
 
 def listening(path: Path, *, backlog: int) -> socket.socket:

@@ -22,11 +22,13 @@ from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     ProtocolError,
     TandemKVError,
+    UnusableBooksError,
 )
 from tandemkv.cache_rank.protocol.fault_points import reach
 
 from .descriptor_holder import HOLDER_TIMEOUT_S
 from .descriptor_messages import (
+    BOOKS,
     TensorsMessage,
     TensorSpec,
     close_all,
@@ -115,8 +117,9 @@ def offer_tensors(
     theirs : MappedTensors
         What the cache rank made, for us to hold: it outlives the cache rank with us.
 
-    Raises `HandshakeRefusedError` if the cache rank cannot use them, with its reason;
-    `CacheRankLostError` if it is gone, or does not answer within `timeout_s`.
+    Raises `HandshakeRefusedError` if the cache rank cannot use them, with its reason, and `BOOKS`
+    as the field if it could do without those; `CacheRankLostError` if it is gone, or does not
+    answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -127,7 +130,7 @@ def offer_tensors(
             message, descriptors = receive_descriptors(connection, deadline)
             if message.error:
                 close_all(descriptors)
-                raise HandshakeRefusedError("memory", message.error)
+                raise HandshakeRefusedError(message.group or "memory", message.error)
             return connection, attach_all(message.specs, descriptors, tensors[0].homes)
         except BaseException:
             connection.close()
@@ -149,18 +152,19 @@ def withdraw_tensors(path: Path, *, token: bytes, epoch: int, reason: str) -> No
 
 def send_tensors(
     connection: socket.socket, *tensors: MappedTensors,
-    token: bytes = b"", epoch: int = 0, error: str = "",
+    token: bytes = b"", epoch: int = 0, error: str = "", group: str = "",
 ) -> None:  # fmt: skip
-    """Send tensors, or the reason why there are none."""
+    """Send tensors, or the reason why there are none; `group` as of `TensorsMessage`."""
     specs = tuple(spec for each in tensors for spec in each.specs)
-    message = TensorsMessage(token, epoch, error[:4096], specs)
+    message = TensorsMessage(token, epoch, error[:4096], specs, group)
     send_descriptors(connection, message, [each for some in tensors for each in some.descriptors])
 
 
 def send_reason(connection: socket.socket, error: BaseException) -> None:
     """Tell why there are no tensors; one that is gone, maybe for that reason, is not told."""
+    group = BOOKS if isinstance(error, UnusableBooksError) else ""
     with contextlib.suppress(OSError):
-        send_tensors(connection, error=f"{type(error).__name__}: {error}")
+        send_tensors(connection, error=f"{type(error).__name__}: {error}", group=group)
 
 
 def let_hold(path: Path, tensors: MappedTensors, *, token: bytes, group: str) -> bool:

@@ -13,17 +13,23 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from shared_forward import LENGTHS, QUICK, ROWS, Engines, Forward, settings_of
+from shared_forward import LENGTHS, QUICK, ROWS, STEPS, Engines, Forward, settings_of
+from stream_forward import engine_of
 from tiny_model import write_model
 
 from tandemkv.cache_rank.protocol import fault_points
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError
 from tandemkv.cache_rank.protocol.memory.descriptor_holder import DescriptorHolder
+from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings.rank_settings import RankSettings
+from tandemkv.cache_rank.service import service
+from tandemkv.cache_rank.service.session import SharedSession
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow
 
 pytestmark = pytest.mark.timeout(240)
@@ -73,6 +79,49 @@ def test_memory_that_no_engine_keeps_is_refused(
         )
         assert is_refused is bool(name)
         connection.adopt(opened)
+
+
+def test_an_engine_that_cannot_be_built_just_now_costs_no_resident_set(
+    tmp_path: Path, settings: RankSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may be short for a moment, or descriptors; the next try takes up all rows."""
+
+    build, errors = service.SharedSession, [MemoryError("no room for the key index")]
+
+    def build_later(**given: Any) -> SharedSession:
+        if errors:
+            raise errors.pop()
+        return build(**given)
+
+    run_dir, model_dir = RunDir.create(tmp_path / "run"), write_model(tmp_path / "model")
+    with engine_of(run_dir, model_dir, settings, homes=Homes.on_host()):
+        played = Forward(run_dir, model_dir, settings)
+        played.run()
+        played.connection.leave("a test")
+        monkeypatch.setattr(service, "SharedSession", build_later)
+        with pytest.raises(HandshakeRefusedError, match="field=memory: MemoryError"):
+            played.connection.open_connection(timeout_s=30)
+        played.resume(STEPS)
+        assert played.connection.resumed_rows == (len(ROWS), 0)
+        played.connection.close()
+        played.kept.close()
+
+
+def test_books_of_another_shape_are_given_up(
+    forward: tuple[Forward, Engines], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where what a policy keeps has changed on disk."""
+    played, _ = forward
+    connection = played.connection.parts[0]
+    books = connection.books
+    wanted = {spec.name: spec for spec in books.specs}["resident_last_used"]
+    books.forget(wanted.name)
+    books.allocate(wanted.name, (*wanted.shape, 2), wanted.dtype)
+    connection.leave("a test")
+    opened = connection.open_connection(timeout_s=60)
+    assert wanted in opened.theirs.specs
+    assert any("field=books: UnusableBooksError" in text for text in caplog.messages)
+    connection.adopt(opened)
 
 
 def test_what_is_attended_to_is_that_of_an_undisturbed_run(
