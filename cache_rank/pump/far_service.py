@@ -17,13 +17,18 @@ from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
+    HandshakeRefusedError,
     ProtocolError,
     TandemKVError,
 )
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.handshake import open_epoch, refusal_for, still_waits
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient, Patience, StatusServer
-from tandemkv.cache_rank.protocol.memory.descriptor_messages import TensorSpec, has_hung_up
+from tandemkv.cache_rank.protocol.memory.descriptor_messages import (
+    BOOKS,
+    TensorSpec,
+    has_hung_up,
+)
 from tandemkv.cache_rank.protocol.memory.descriptor_socket import offer_tensors, withdraw_tensors
 from tandemkv.cache_rank.protocol.memory.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.memory.shared_devices import gpu_uuids, same_gpu
@@ -280,8 +285,11 @@ class FarPump:
                 epoch=epoch,
                 timeout_s=max(_TIMEOUT_S, self._settings.exchange.transfer_timeout_s),
             )
-        except BaseException:
+        except BaseException as error:
             ours.close()
+            if isinstance(error, HandshakeRefusedError) and error.field == BOOKS:
+                _LOG.warning("rows are seeded anew, what is known of them is of no use: %s", error)
+                self._books.close()  # the next epoch begins without
             raise
         self._books.close()
         self._books = books

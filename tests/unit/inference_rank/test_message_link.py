@@ -18,7 +18,7 @@ import pytest
 import torch
 from clusters import write_clusters
 from message_pumps import FarForward, Pumps, by_link_shared, check_same, far_played
-from shared_forward import LENGTHS, QUICK, Engines, Forward, settings_of
+from shared_forward import LENGTHS, QUICK, ROWS, Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, HandshakeRefusedError
@@ -29,6 +29,7 @@ from tandemkv.cache_rank.protocol.message.keys import (
 )
 from tandemkv.cache_rank.protocol.messages import Goodbye
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.cache_rank.pump import contents
 from tandemkv.cache_rank.pump.near import Progress
 from tandemkv.cache_rank.pump.near_service import NearPump
@@ -199,6 +200,29 @@ def test_who_gives_up_in_the_handshake_does_not_hold_up_the_next(
         assert all(part.await_finish(part.step) for part in connection.parts)
         connection.confirm(connection.step)
         check_same(played.run(), want)
+
+
+def test_books_that_no_engine_keeps_are_refused_once(tmp_path: Path) -> None:
+    """As where what a policy keeps has changed on disk. The K/V are as they were."""
+    settings = settings_of("last_query", {"link": "message", "two_gpus": True}, **_SELECTION)
+    with far_played(tmp_path, settings) as (played, _):
+        played.run()
+        connection = played.connection
+        connection.leave("a test")
+        played.pumps[0].far._books.allocate("strange", (3,), torch.int64)
+        with pytest.raises(HandshakeRefusedError, match="'strange' is nothing that this engine"):
+            connection.open_connection(timeout_s=30)
+        opened = connection.open_connection(timeout_s=30)
+        assert not opened.has_lost_memory
+        connection.adopt(opened)
+        connection.resume(
+            tuple(
+                StepRow(row=row, generation=10 + row, length=n, prefix_len=n, flags=RESIDENT)
+                for row, n in zip(ROWS, LENGTHS, strict=True)
+            )
+        )
+        assert all(part.await_finish(part.step) for part in connection.parts)
+        assert connection.resumed_rows == (0, len(ROWS))
 
 
 def test_another_server_that_came_meanwhile_has_replaced_the_k_and_v(tmp_path: Path) -> None:
