@@ -248,6 +248,7 @@ class SharedLink:
         self.recover()
         self._signals.forget_lost()
         self._grown, self.pass_step, self.is_void = frozenset(), None, False
+        self._ready.clear()  # by number the next may be the same: a host that is new counts anew
 
     # -- inside --------------------------------------------------------------------------
 

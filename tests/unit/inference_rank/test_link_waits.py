@@ -223,6 +223,19 @@ def test_a_step_that_nobody_captures_is_made_ready_when_it_comes_first(
         assert part.taken() == [(DecodeKind.INDEXING, 2)]
 
 
+def test_an_epoch_of_a_number_that_recurs_is_made_ready_as_well(
+    link: SharedLink, signals: Signals
+) -> None:
+    """A host that takes the place of another counts its epochs from 1."""
+    signals.is_captured, part = True, Part()
+    signals.drain = lambda: True  # type: ignore[attr-defined]
+    link._connection.parts = [part]  # type: ignore[misc, assignment]
+    for _ in range(2):
+        begin(link, DecodeKind.SELECTING)
+        assert part.taken() == [(DecodeKind.DENSE, 0)]
+        link.rewind()
+
+
 def test_an_engine_that_is_lost_while_it_captures_is_found_lost_by_the_step(
     link: SharedLink, signals: Signals
 ) -> None:
