@@ -218,6 +218,8 @@ class HeartbeatClient:
             now = time.monotonic()
             sequence += 1
             try:
+                while dealer.receive(0.0) is not None:
+                    pass  # late, and of earlier beats: it would be taken for an answer to this one
                 if not reach("heartbeat.beat"):
                     dealer.send(Heartbeat(epoch=epoch, sequence=sequence))
                 reason = self._judge_reply(dealer, epoch, stopping)

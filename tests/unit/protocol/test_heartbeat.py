@@ -25,8 +25,13 @@ from tandemkv.cache_rank.protocol.heartbeat import (
     StatusServer,
     request_status,
 )
-from tandemkv.cache_rank.protocol.ipc import IpcDealer
-from tandemkv.cache_rank.protocol.messages import StatusReply, StatusRequest
+from tandemkv.cache_rank.protocol.ipc import IpcDealer, IpcRouter
+from tandemkv.cache_rank.protocol.messages import (
+    Heartbeat,
+    HeartbeatReply,
+    StatusReply,
+    StatusRequest,
+)
 from tandemkv.cache_rank.protocol.settings.exchange_settings import ExchangeSettings
 
 INTERVAL_S = 0.1
@@ -223,6 +228,33 @@ def test_delay_in_the_server_itself_is_no_silence(pair: _Pair) -> None:
     time.sleep(INTERVAL_S * MISSES)
     assert pair.silences == 0
     assert pair.losses.empty()
+
+
+def test_replies_that_came_late_answer_no_later_beats(tmp_path: Path) -> None:
+    """A process that hangs long after a pause is noticed as soon as one that never paused."""
+    misses, losses = 10, queue.Queue[str]()
+    exchange = EXCHANGE.model_copy(update={"heartbeat_misses": misses})
+    router = IpcRouter(tmp_path / "h.sock")
+    client = HeartbeatClient(tmp_path / "h.sock", exchange, losses.put)
+
+    def answer(count: int) -> None:
+        held = [router.receive(3.0) for _ in range(count)]
+        for peer, beat in (each for each in held if each is not None):
+            assert isinstance(beat, Heartbeat)
+            router.send(peer, HeartbeatReply(epoch=3, sequence=beat.sequence, busy_s=0.0))
+
+    try:
+        client.start(3)
+        answer(misses // 2)  # all at once, as after a pause
+        for _ in range(5):
+            answer(1)
+        unanswered = 0
+        while losses.empty():
+            unanswered += router.receive(INTERVAL_S) is not None
+        assert unanswered <= misses + 1
+    finally:
+        client.stop()
+        router.close()
 
 
 _SERVE = """
