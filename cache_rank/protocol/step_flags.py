@@ -8,7 +8,11 @@ satisfy a later step. Every wait has an end.
 On x86-64 and arm64 an aligned word of 8 bytes is written at once. Stores stay in order on x86-64,
 where the system call that wakes up sleepers is made only if there may be one: a sleeper leaves word
 1 of the line. One that is missed, for lack of a barrier or as its mark was cleared with that of
-another, looks again within 2 ms. Elsewhere the system call follows each store and is the barrier.
+another, looks again within 2 ms.
+
+Elsewhere the system call follows each store. It keeps no order between what was written before and
+the flag, nor between a look at the flag and what is read then: only x86-64 was considered. arm64 is
+let in, and has not been tried.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def test_only_who_may_sleep_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
     found.raise_to(1, 3)  # whoever slept is awake
     assert not calls
-    found._always_wakes = True  # where the call is the barrier
+    found._always_wakes = True  # as not on x86-64
     found.raise_to(1, 4)
     assert calls == [step_flags._FUTEX_WAKE]
 
