@@ -26,6 +26,8 @@ _SETTLE_S = 1.0
 """Longest wait for the last lines of a child that has ended."""
 _KILLED_S = 60.0
 """Longest wait for the end of a killed child. One that waits for a driver may never end."""
+_HURRIED_S = 5.0
+"""The same for somebody who is in a hurry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +163,8 @@ class ChildProcess:
         """End it and its process group: the stop signal, wait at most `grace_s`, SIGKILL.
 
         The signal goes to the child alone: SGLang stops its own children in order; SIGKILL goes
-        to the whole group. `hurry` is polled; when true the wait ends at once.
+        to the whole group. `hurry` is polled; when true the wait ends at once, and the one for the
+        end of what was killed within seconds.
         """
         if self._popen is None:
             return
@@ -170,7 +173,7 @@ class ChildProcess:
             deadline = time.monotonic() + grace_s
             while self._popen.poll() is None and time.monotonic() < deadline and not hurry():
                 time.sleep(0.02)
-        self.kill_group()
+        self.kill_group(hurry)
 
     def tell_hang(self) -> bool:
         """Send the signal for a process below it that hangs; False if it has none."""
@@ -186,15 +189,19 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
-    def kill_group(self) -> None:
-        """`kill`, and reap the child; one that does not end in a minute is left to a later call."""
+    def kill_group(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        """`kill`, and reap the child; one that does not end in a minute is left to a later call.
+
+        In seconds if `hurry` is true, which is polled.
+        """
         if self._popen is None or self._is_reaped:
             return
         self.kill()
-        try:
-            self._popen.wait(_KILLED_S)
-        except subprocess.TimeoutExpired:
-            return
+        begun = time.monotonic()
+        while self._popen.poll() is None:
+            if time.monotonic() - begun > (_HURRIED_S if hurry() else _KILLED_S):
+                return
+            time.sleep(0.01)
         self._is_reaped = True  # its number may be given to another group from now on
         self._await_writer()
         self._close_output()

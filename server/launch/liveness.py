@@ -30,8 +30,8 @@ class Liveness:
     """Asks one rank for its pulse.
 
     `ask` returns the pulse, within a time limit, and raises `TandemKVError` if nobody answers.
-    Only what a question found counts, by when it was asked: a launcher that was stopped, as with
-    Ctrl-Z, judges a rank again before it has asked it.
+    Only what a question found counts: a launcher that was stopped, as with Ctrl-Z, judges no rank
+    before it has asked it again.
     """
 
     def __init__(self, ask: Callable[[], Pulse], interval_s: float = _INTERVAL_S) -> None:
@@ -96,7 +96,7 @@ class Liveness:
     def _run(self) -> None:
         turn = time.monotonic()
         while not self._stopping.is_set():
-            generation, asked = self._generation, time.monotonic()
+            generation = self._generation
             reason = ""
             try:
                 pulse: Pulse | None = self._ask()
@@ -107,17 +107,18 @@ class Liveness:
             now = time.monotonic()
             with self._lock:
                 if generation == self._generation:
-                    if pulse is not None or now - turn > _LONGEST_TURN_S:
+                    if now - turn > _LONGEST_TURN_S:  # this process was stopped meanwhile
+                        self._started += now - turn
                         self._answered = now
-                    self._note(pulse, reason, asked)
+                    self._note(pulse, reason, now)
             turn = now
             self._stopping.wait(self._interval_s)
 
-    def _note(self, pulse: Pulse | None, reason: str, asked: float) -> None:
-        self._starting_s = asked - self._started
-        self._silent_s = asked - self._answered  # not above 0 if it has answered
+    def _note(self, pulse: Pulse | None, reason: str, now: float) -> None:
+        self._starting_s = now - self._started
         if pulse is None:
-            self._reason = reason
+            self._silent_s, self._reason = now - self._answered, reason
             return
+        self._answered, self._silent_s = now, 0.0
         self._stalled_s, self._waits = pulse.stalled_s, pulse.waits
         self._was_ready = self._was_ready or pulse.is_ready

@@ -113,6 +113,8 @@ class SupervisedRank:
         """Ask it to end, and end it after `grace_s`; see `ChildProcess.stop`."""
         self.liveness.stop()
         if self.child.is_started:
+            if self._kill_at == math.inf:
+                grace_s = 0.0  # it was killed, and would not obey
             self._end(lambda: self.child.stop(grace_s, hurry))
             if self.child.exit_status() is None:
                 name, pid = self.child.spec.name, self.child.pid

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "What follows -- goes to `tandemkv serve` unchanged, and what follows a second -- to SGLang. "
-    "The soak itself sets --port, --run-dir, --admin-key-file and --max-restarts."
+    "The soak itself sets --host, --port, --run-dir, --api-key-file, --admin-key-file and "
+    "--max-restarts."
 )
 _STARTED, _RUNNING = "kill,stop,pause,delay,drop", "none"
 

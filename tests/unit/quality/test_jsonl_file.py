@@ -62,6 +62,7 @@ def test_ruler(tmp_path: Path, inputs: TaskInputs) -> None:
 
 def test_files_of_ruler_are_named_after_their_folders(tmp_path: Path, inputs: TaskInputs) -> None:
     files = [write(tmp_path / f"{name}/validation.jsonl", RULER) for name in ("qa_1", "vt")]
+    files[0] = tmp_path / "vt/../qa_1/../qa_1/validation.jsonl"
     tasks = find_tasks([f"file:{path}" for path in files])
     assert [task.name for task in tasks] == ["file_qa_1", "file_vt"]
     assert [task.samples(inputs)[0].scorer for task in tasks] == [

@@ -116,6 +116,19 @@ def test_a_child_that_cannot_be_killed_is_left_to_a_later_call(
     assert talker.exit_status() == "signal SIGKILL"
 
 
+def test_somebody_in_a_hurry_is_not_held_up_by_a_child_that_cannot_be_killed(
+    talker: ChildProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talker.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(child_process, "_HURRIED_S", 0.1)
+        patched.setattr(os, "killpg", lambda *_: None)
+        talker.kill_group(lambda: True)  # else a minute
+    assert talker.exit_status() is None
+    talker.kill_group()
+    assert talker.exit_status() == "signal SIGKILL"
+
+
 def test_a_line_longer_than_a_log_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "child.log"
     log = BoundedLog(str(path), 10)

@@ -19,6 +19,7 @@ from tandemkv.server.launch.child_process import ChildProcess, ChildSpec
 from tandemkv.server.launch.probes import ServerState
 from tandemkv.server.soak import target as target_module
 from tandemkv.server.soak.canaries import SoakError
+from tandemkv.server.soak.command import EPILOG
 from tandemkv.server.soak.target import running_target, started_target
 
 
@@ -89,6 +90,10 @@ def test_flags_that_the_soak_sets_are_refused(given: tuple[str, ...]) -> None:
     name = given[0].partition("=")[0]
     with pytest.raises(SettingsError, match=f"{name}: the soak sets it"):
         started_target("m", given, faults="").__enter__()
+
+
+def test_help_names_what_the_soak_sets() -> None:
+    assert all(name in EPILOG for name in target_module._OWN_FLAGS)
 
 
 def test_flags_of_sglang_are_not_the_soaks_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import io
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -48,7 +49,7 @@ class RunningChild(EndingChild):
     """A child that runs, also when it was killed, until it is given a status."""
 
     status: str | None = None
-    kills = 0
+    kills, grace_s = 0, -1.0
 
     def exit_status(self) -> str | None:
         return self.status
@@ -61,6 +62,9 @@ class RunningChild(EndingChild):
 
     def kill_group(self) -> None:
         assert self.status, "that waits"
+
+    def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
+        self.grace_s = grace_s
 
 
 def supervised(
@@ -160,12 +164,15 @@ def test_one_that_is_ended_is_not_waited_for() -> None:
     rank = supervised(child, liveness, rules, said)
     rank.start()
     liveness.start()
+    deadline = time.monotonic() + 10.0
     while not child.kills:
         rank.keep()
-        time.sleep(0.001)
+        assert time.monotonic() < deadline
     rank.keep()
     assert child.kills == 1
     assert not rank.is_up
+    rank.stop(30.0, lambda: False)
+    assert child.grace_s == 0.0, "it would not obey"
     assert "restart" not in said.getvalue()
     child.status = "signal SIGKILL"
     rank.keep()

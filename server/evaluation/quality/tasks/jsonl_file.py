@@ -104,7 +104,8 @@ def jsonl_task(path: Path) -> Task:
 
 
 def _name_of(path: Path) -> str:
-    folder = path.absolute().parent.name
+    whole = path.resolve() if ".." in path.parts else path.absolute()  # a link has a name, too
+    folder = whole.parent.name
     return folder if folder and path.stem in _SUBSETS else path.stem
 
 
