@@ -107,6 +107,7 @@ sglang.srt.managers.utils
     GenerationBatchResult(next_token_ids, copy_done)
 sglang.srt.sampling.sampling_batch_info
     SamplingBatchInfo.from_schedule_batch(batch, vocab_size)
+    SamplingBatchInfo.apply_logits_bias(logits)
 sglang.srt.layers.radix_attention
     RadixAttention.forward(forward_batch)
 sglang.srt.managers.load_snapshot

@@ -7,28 +7,29 @@ scheduler, and all requests with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def leave_a_token(
-    _sampler: Any, logits_output: Any, sampling_info: Any, *_: Any, **__: Any
-) -> None:
-    """Let each row have a token to sample (BEFORE hook on `Sampler.forward`).
+def around_logits_bias(
+    original: Callable[..., Any], info: Any, logits: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Let each row have a token to sample (AROUND hook on what masks ``logits [B, vocabulary]``).
 
-    ``next_token_logits [B, vocabulary]`` are written in place; nothing waits for the GPU.
-    ``min_new_tokens`` forbids to end where the grammar allows nothing else: the grammar has the
-    last word. Where it allows nothing at all, any token will do: the grammar refuses it, and SGLang
-    ends that request.
+    They are written in place; nothing waits for the GPU. ``min_new_tokens`` forbids to end where
+    the grammar allows nothing else: the grammar has the last word. Where it allows nothing at all,
+    any token will do: the grammar refuses it, and SGLang ends that request. `info` forgets its mask
+    afterwards, so that the sampler cannot know.
     """
-    mask = sampling_info.grammar_mask
-    if mask is None:
-        return
-    logits = logits_output.next_token_logits
-    _fill_empty(logits)
-    mask.apply(logits)
-    _fill_empty(logits)
+    found = original(info, logits, *args, **kwargs)
+    mask = info.grammar_mask
+    if mask is not None:
+        _fill_empty(logits)
+        mask.apply(logits)
+        _fill_empty(logits)
+    return found
 
 
 def _fill_empty(logits: torch.Tensor) -> None:

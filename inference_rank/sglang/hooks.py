@@ -32,7 +32,6 @@ _CELL_SIZE = (
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 )
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
-_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
 _SIGNALS = f"{_MANAGER}.SignalHandler"
 
@@ -77,7 +76,8 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         "sglang.srt.distributed.bootstrap.init_distributed_environment": _meet_over_a_file,
         "torch.distributed.new_group": single_process_group.around_new_group,
         "torch.distributed.monitored_barrier": single_process_group.around_monitored_barrier,
-        _SAMPLER: teacher_forcing.around_sampler,
+        "sglang.srt.layers.sampler.Sampler.forward": teacher_forcing.around_sampler,
+        **dict.fromkeys(sglang_versions.masked_logits(), grammars.around_logits_bias),
         # Some models let RoPE's kernel write K/V; the backend writes them, and not to this pool
         # alone.
         "sglang.srt.models.utils.enable_fused_set_kv_buffer": lambda *_: False,
@@ -94,7 +94,6 @@ def scheduler_hooks(backend: str) -> list[Hook]:
          HookType.BEFORE),
         (f"{_CONFIGURATOR}._build_token_to_kv_pool", _note_table, HookType.BEFORE),
         (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
-        (_SAMPLER, grammars.leave_a_token, HookType.BEFORE),
         ("sglang.srt.configs.model_config.ModelConfig.__init__", _for_text, HookType.BEFORE),
         *((target, hook, HookType.AROUND) for target, hook in around.items()),
         *(resume_hooks.hooks() if placement.maps_memory else []),

@@ -33,6 +33,8 @@ _TRANSLATOR = 19
 """FlashInfer gets its slots from a `KVIndexTranslator`, no longer from the request table."""
 _MODEL_HOOK = 19
 """What adjusts the arguments to a model is a function of a module, no longer their method."""
+_OBSERVED_LOGITS = 19
+"""Logits are also masked by a method that lets somebody see them before."""
 _RAW_ARGS = 19
 """`ServerArgs` holds what was passed; what SGLang made of it is read through a view."""
 _NOT_ABORTED = (18, 19)
@@ -52,6 +54,7 @@ _ARGS = "sglang.srt.server_args.ServerArgs"
 _MODEL = "sglang.srt.arg_groups.model_hook"
 _BOOTSTRAP = "sglang.srt.distributed.bootstrap"
 BIND_THREADS = f"{_BOOTSTRAP}._init_cpu_threads_env"
+_LOGITS_BIAS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.apply_logits_bias"
 _TOKEN_LOGPROBS = "sglang.srt.layers.logprob_processor.get_token_ids_logprobs"
 _LAST = int(NEWEST.rpartition(".")[2])
 
@@ -76,6 +79,8 @@ sglang.srt.arg_groups.model_hook
     attention_backends_of(cfg)
 sglang.srt.arg_groups.model_override_base
     resolving_view(server_args)
+sglang.srt.sampling.sampling_batch_info
+    SamplingBatchInfo.apply_logits_bias_with_observer(logits)
 """),
     (17, 19, """
 sglang.srt.constants
@@ -372,6 +377,12 @@ def _with_tensors_alone(
     if no_copy_to_cpu:
         values = [logprobs.new_empty(0) if isinstance(found, list) else found for found in values]
     return values, ids
+
+
+def masked_logits() -> tuple[str, ...]:
+    """Return the names of what applies penalties and grammars' masks to logits."""
+    both = (_LOGITS_BIAS, f"{_LOGITS_BIAS}_with_observer")
+    return both[: 2 if _number() >= _OBSERVED_LOGITS else 1]
 
 
 # -- HTTP --------------------------------------------------------------------------------
