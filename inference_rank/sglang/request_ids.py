@@ -18,13 +18,15 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 
+_FAMILY = "_tandemkv_ids"
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 class HeldIds:
     """The ids that the scheduler has, in the process of one `TokenizerManager`.
 
-    `aborts`: whether a request that is forgotten has to be aborted, because SGLang does not.
+    `aborts`: whether a request that is forgotten has to be aborted, because SGLang does not. Its
+    family are its ids, and those of its samples: SGLang makes them of copies of its parts.
     """
 
     def __init__(self, *, aborts: bool) -> None:
@@ -59,20 +61,29 @@ class HeldIds:
         for rid in _ids_of(obj):
             if rid in self._held:
                 raise ValueError(f"Duplicate request ID detected: {rid}")
-        return original(manager, obj, *args, **kwargs)
+        found = original(manager, obj, *args, **kwargs)
+        if self._aborts:
+            family = vars(obj).setdefault(_FAMILY, set())
+            family.update(_ids_of(obj))
+            for place in range(0 if _is_single(obj) else len(obj.rid)):
+                vars(obj[place])[_FAMILY] = family
+        return found
 
     def around_discard(
         self, original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Abort what the scheduler has of a request that is forgotten."""
-        if self._aborts:
-            state = manager.rid_to_state.get(obj.rid) if _is_single(obj) else None
-            if state is not None and state.obj is not obj:
-                return None  # it had ended, and a later request has its id
-            for rid in _ids_of(obj):
-                if rid in self._held and rid in manager.rid_to_state:
-                    manager._dispatch_to_scheduler(AbortReq(rid=rid))
-        return original(manager, obj, *args, **kwargs)
+        if not self._aborts:
+            return original(manager, obj, *args, **kwargs)
+        family = vars(obj).get(_FAMILY, set())
+        for rid in sorted(family):
+            state = manager.rid_to_state.get(rid)
+            if state is None or vars(state.obj).get(_FAMILY) is not family:
+                continue  # it had ended, and a later request may have its id
+            if rid in self._held:
+                manager._dispatch_to_scheduler(AbortReq(rid=rid))
+            del manager.rid_to_state[rid]
+        return None
 
     def around_output(
         self, original: Callable[..., Coroutine[Any, Any, None]], manager: Any, recv_obj: Any

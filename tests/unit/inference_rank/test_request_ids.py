@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,18 @@ from tandemkv.inference_rank.sglang import versions as sglang_versions
 from tandemkv.inference_rank.sglang.request_ids import HeldIds
 
 
+class _Request:
+    """One request, or a batch of several, as SGLang has them."""
+
+    def __init__(self, *rids: str) -> None:
+        self.is_single = len(rids) == 1
+        self.rid: Any = rids[0] if self.is_single else list(rids)
+        self._parts = [] if self.is_single else [SimpleNamespace(rid=rid) for rid in rids]
+
+    def __getitem__(self, place: int) -> Any:
+        return self._parts[place]
+
+
 class _Manager:
     """What `TokenizerManager` does to its requests, as 0.5.17 (`aborts` false) or 0.5.18."""
 
@@ -29,17 +42,28 @@ class _Manager:
 
     def begin(self, *rids: str, is_sent: bool = True) -> Any:
         """Take one request, or a batch, and send it to the scheduler."""
-        is_single = len(rids) == 1
-        obj = SimpleNamespace(rid=rids[0] if is_single else list(rids), is_single=is_single)
-
-        def init(_manager: Any, obj: Any, _request: Any) -> None:
-            self.rid_to_state |= {rid: SimpleNamespace(obj=obj) for rid in rids}
-
-        self.ids.around_init(init, self, obj, None)
+        obj = _Request(*rids)
+        self._init(obj)
         if is_sent:
             parts: list[Any] = [_tokenized(rid) for rid in rids]
-            self._dispatch_to_scheduler(parts[0] if is_single else _batch(parts))
+            self._dispatch_to_scheduler(parts[0] if obj.is_single else _batch(parts))
         return obj
+
+    def sample(self, obj: Any, rid: str) -> None:
+        """Send a sample of a request, whose parts are known no longer then."""
+        self.rid_to_state.pop(obj.rid[0], None)
+        sample = copy.copy(obj[0])
+        sample.rid = rid
+        self._init(sample)
+        self._dispatch_to_scheduler(_tokenized(rid))
+
+    def _init(self, obj: Any) -> None:
+        def init(_manager: Any, obj: Any, _request: Any) -> None:
+            is_single = getattr(obj, "is_single", True)
+            parts = [obj] if is_single else [obj[place] for place in range(len(obj.rid))]
+            self.rid_to_state |= {part.rid: SimpleNamespace(obj=part) for part in parts}
+
+        self.ids.around_init(init, self, obj, None)
 
     def leave(self, obj: Any) -> None:
         """Forget a request, whose client has left."""
@@ -143,6 +167,28 @@ def test_a_later_request_of_an_id_is_not_aborted_with_one_that_had_ended() -> No
     manager.leave(ended)
     assert manager.aborted() == []
     assert manager.rid_to_state["a"].obj is later
+
+
+def test_nor_is_one_that_has_an_id_of_a_batch() -> None:
+    manager = _Manager(aborts=True)
+    batch = manager.begin("a", "b")
+    manager.end(a={"type": "stop"}, b=None)
+    later = manager.begin("a")
+    manager.leave(batch)
+    assert manager.aborted() == ["b"]
+    assert manager.rid_to_state["a"].obj is later
+    assert list(manager.rid_to_state) == ["a"]
+
+
+def test_samples_of_a_request_are_aborted_with_it() -> None:
+    """Each has an id of its own, and their client leaves them all."""
+    manager = _Manager(aborts=True)
+    request = manager.begin("a", "a2", is_sent=False)
+    for rid in ("x", "y"):
+        manager.sample(request, rid)
+    manager.leave(request)
+    assert manager.aborted() == ["x", "y"]
+    assert manager.rid_to_state == {}
 
 
 @pytest.mark.parametrize(("number", "aborts"), [(17, False), (18, True), (19, True), (20, None)])
