@@ -212,6 +212,10 @@ class ResidentBackend(AttentionBackend):
         self._dense.rewind(state[1])
         self._runtime.refresh.rewind(state[2])
 
+    def note_seeded(self) -> None:
+        """Take note that sets were chosen anew: the next step selects, as behind a prompt."""
+        self._has_seeded = True
+
     def refill(self, rows: Sequence[tuple[int, int]]) -> None:
         """Bring what only the forward pass keeps of a row to what it is at its length.
 

@@ -57,8 +57,8 @@ class Recovery:
 
     `passes` and `penalties` are what the passes under way have changed. `num_cold` is the longest
     request that has no resident set. `refill` brings what only the inference rank keeps of rows,
-    pairs of a row and its tokens, to what it was before the lost passes. A pause lasts `timeout_s`
-    at most.
+    pairs of a row and its tokens, to what it was before the lost passes; `note_seeded` is called
+    where a rank has chosen sets anew, as behind a prompt. A pause lasts `timeout_s` at most.
     """
 
     def __init__(
@@ -71,10 +71,12 @@ class Recovery:
         generation_of: Callable[[int], int],
         num_cold: int,
         refill: Callable[[Sequence[tuple[int, int]]], None],
+        note_seeded: Callable[[], None],
         timeout_s: float,
         agreement: Agreement | None = None,
     ) -> None:
-        self._refill, self._agreement = refill, agreement or Agreement()
+        self._refill, self._note_seeded = refill, note_seeded
+        self._agreement = agreement or Agreement()
         self._connection, self._counters = connection, counters
         self._passes, self._penalties = passes, penalties
         self._generation_of, self._num_cold, self._timeout_s = generation_of, num_cold, timeout_s
@@ -263,6 +265,8 @@ class Recovery:
         restored, reseeded = connection.resumed_rows
         self._counters.restored_rows_total += restored
         self._counters.reseeded_rows_total += reseeded
+        if self._agreement.any(reseeded > 0):
+            self._note_seeded()
         self._counters.note_pause(pause_s)
         self.state, self.is_down, self._backoff_s = State.SERVING, False, _FIRST_BACKOFF_S
         scheduler._engine_paused = self._was_paused

@@ -63,6 +63,7 @@ class SharedRuntime(runtime_module.Runtime):
             generation_of=self.generation,
             num_cold=backend.num_cold,
             refill=backend.refill,
+            note_seeded=backend.note_seeded,
             timeout_s=self.settings.exchange.recovery_timeout_s,
             agreement=agreement,
         )

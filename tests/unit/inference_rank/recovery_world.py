@@ -53,7 +53,7 @@ class Connection:
         self.is_there = self.is_finished = self.has_lost_memory = self.is_stuck = False
         self.resumed: list[tuple[StepRow, ...]] = []
         self.refilled: list[list[tuple[int, int]]] = []
-        self.resumed_rows = (2, 1)
+        self.resumed_rows, self.num_seeded = (2, 1), 0
         self.opened: list[Opened] = []
         self.num_forgotten = self.num_left = 0
 
@@ -100,6 +100,9 @@ class Connection:
         self.lost_reason = reason
         self.num_left += 1
 
+    def note_seeded(self) -> None:
+        self.num_seeded += 1
+
 
 def recovery_of(
     world: World,
@@ -115,6 +118,7 @@ def recovery_of(
         generation_of=lambda row: 100 + row,
         num_cold=12,
         refill=lambda rows: connection.refilled.append(list(rows)),
+        note_seeded=connection.note_seeded,
         timeout_s=timeout_s,
         agreement=agreement,
     )

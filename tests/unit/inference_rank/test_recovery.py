@@ -74,6 +74,7 @@ def test_requests_wait_and_go_on(world: World) -> None:
     assert connection.confirmed == connection.step
     counters = world.counters
     assert (counters.restored_rows_total, counters.reseeded_rows_total) == (2, 1)
+    assert connection.num_seeded == 1, "the next step selects for the set that was chosen anew"
     assert counters.pauses_total == 1
     assert 0 < counters.pause_ms_total == counters.longest_pause_ms
     assert [list(r.output_ids) for r in world.requests] == tokens
@@ -96,6 +97,7 @@ def test_a_step_that_was_not_finished_is_a_loss(world: World) -> None:
 def test_an_administrators_pause_stays_one(world: World) -> None:
     connection = Connection()
     connection.is_there = connection.is_finished = True
+    connection.resumed_rows = (3, 0)
     for is_paused in (True, False):
         recovery = recovery_of(world, connection)
         connection.mark_lost("gone")
@@ -106,6 +108,7 @@ def test_an_administrators_pause_stays_one(world: World) -> None:
         turn_until(recovery, world, lambda r=recovery: r.state is State.SERVING)
         assert world._engine_paused is is_paused
         world._engine_paused = False
+    assert connection.num_seeded == 0, "no set was chosen anew"
 
 
 def test_after_the_timeout_requests_end_and_new_ones_are_refused(
