@@ -73,7 +73,6 @@ class SharedLink:
         # In the order of the captures: a graph takes memory that those before it have.
         self._captured: list[tuple[DecodeKind, int]] = []
         self._ready: set[tuple[DecodeKind, int]] = set()
-        self._ready_epoch = 0
 
     @property
     def program(self) -> EngineProgram:
@@ -248,7 +247,7 @@ class SharedLink:
         self.recover()
         self._signals.forget_lost()
         self._grown, self.pass_step, self.is_void = frozenset(), None, False
-        self._ready.clear()  # by number the next may be the same: a host that is new counts anew
+        self._ready.clear()  # the engine of the next epoch is another
 
     # -- inside --------------------------------------------------------------------------
 
@@ -319,15 +318,13 @@ class SharedLink:
             wanted = self._captured[: self._captured.index(step) + 1]
         elif entry is EntryKind.DECODE and not self.program.is_captured:
             wanted = [_PROMPTS, step]
-        if self._ready_epoch == self._connection.epoch and wanted[-1] in self._ready:
+        if wanted[-1] in self._ready:
             return
         if self._signals.drain():
             self._make_ready(*wanted)
 
     def _make_ready(self, *wanted: tuple[DecodeKind, int]) -> None:
         """Let all engines make ready at once; nothing happens once the epoch is lost."""
-        if self._ready_epoch != self._connection.epoch:
-            self._ready_epoch, self._ready = self._connection.epoch, set()
         for kind, size in wanted:
             if (kind, size) in self._ready or self._connection.lost_reason is not None:
                 continue

@@ -10,6 +10,7 @@ quantised model it is checked whether queries can be predicted from its weights.
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,18 @@ _COPY_AGAIN = "copy or download the file again"
 
 class ModelFilesError(UnsupportedModelError):
     """A file of the model is missing, damaged, or does not fit ``config.json``."""
+
+
+def check_weights_path(path: Path, what: str) -> None:
+    """Refuse a folder of weights that SGLang would take for a pattern, and find nothing.
+
+    Raises `SettingsError`; `what` names the folder as the user gave it.
+    """
+    if glob.escape(str(path)) != str(path):
+        raise SettingsError(
+            f"{what}: SGLang takes *, ? and [ in a path for a pattern, and would find no weights "
+            f"in {path}; rename the directories whose names have them"
+        )
 
 
 def check_model_files(

@@ -28,14 +28,9 @@ from tandemkv.server.settings.launch_settings import EMBEDDED_MODEL, ServeSettin
 from tandemkv.server.settings.sglang_args import check_sglang_args, check_sglang_environment
 
 from .context_limit import how_to_extend
-from .model_files import check_model_files, check_query_weights
+from .model_files import check_model_files, check_query_weights, check_weights_path
 from .ports import choose_port
-from .sglang_features import (
-    check_adapters,
-    check_speculation,
-    check_watermark,
-    check_weights_path,
-)
+from .sglang_features import check_adapters, check_speculation, check_watermark
 from .shared_gpus import check_shared_gpus
 
 

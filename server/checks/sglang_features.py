@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of SGLang's own features can be served: adapters, drafts that are verified, watermarks.
-
-And which paths it can read weights from.
-"""
+"""What of SGLang's own features can be served: adapters, drafts that are verified, watermarks."""
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,22 +12,12 @@ from tandemkv.cache_rank.protocol.models.model_spec import ModelSpec
 from tandemkv.server.settings.launch_settings import ServeSettings
 from tandemkv.server.settings.sglang_args import value_of
 
+from .model_files import check_weights_path
+
 ALGORITHM = "--speculative-algorithm"
 _WATERMARK = "--enable-watermark"
 _LORA = "--lora-paths"
 _LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
-
-def check_weights_path(path: Path, what: str) -> None:
-    """Refuse a folder of weights that SGLang would take for a pattern, and find nothing.
-
-    Raises `SettingsError`; `what` names the folder as the user gave it.
-    """
-    if glob.escape(str(path)) != str(path):
-        raise SettingsError(
-            f"{what}: SGLang takes *, ? and [ in a path for a pattern, and would find no weights "
-            f"in {path}; rename the directories whose names have them"
-        )
 
 
 def check_adapters(sglang_args: Sequence[str]) -> None:

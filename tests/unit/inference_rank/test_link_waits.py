@@ -147,6 +147,14 @@ class Part:
         return asked
 
 
+def prepared(link: SharedLink, signals: Signals) -> Part:
+    """Let the engine be one that prepares steps; every step is waited for in whole."""
+    signals.is_captured, part = True, Part()
+    signals.drain = lambda: True  # type: ignore[attr-defined]
+    link._connection.parts = [part]  # type: ignore[misc, assignment]
+    return part
+
+
 def test_the_engine_of_a_new_epoch_captures_what_a_step_takes_when_it_comes_first(
     link: SharedLink, signals: Signals
 ) -> None:
@@ -175,7 +183,7 @@ def test_the_engine_of_a_new_epoch_captures_what_a_step_takes_when_it_comes_firs
     assert part.taken() == []
     assert signals.asked == [(EntryKind.DECODE, 1, [0, 0])]
 
-    link._connection.epoch = 2  # type: ignore[misc]
+    link.rewind()
     signals.asked = []
     begin(link, selecting)
     assert part.taken() == [(selecting, 4), (selecting, 2)]
@@ -186,13 +194,15 @@ def test_the_engine_of_a_new_epoch_captures_what_a_step_takes_when_it_comes_firs
     link.begin_extend([ExtendRow(row=1, prefix_len=0, length=50, table=rows, window=None)])
     assert part.taken() == [prompts]
 
-    link._connection.epoch, is_whole = 3, False  # type: ignore[misc]
+    link.rewind()
+    is_whole = False
     begin(link, selecting)
     assert part.taken() == [], "a step was lost: nothing is asked of that epoch"
-    link._connection.epoch, is_whole = 4, True  # type: ignore[misc]
+    link.rewind()
+    is_whole = True
     begin(link, DecodeKind.INDEXING)
     assert part.taken() == [prompts], "what is not captured is loaded, and not within the step"
-    link._connection.epoch = 5  # type: ignore[misc]
+    link.rewind()
     begin(link, selecting)
     link._ready.add((DecodeKind.DENSE, 1))  # a decode step of one request, which is no prompt
     part.taken()
@@ -205,13 +215,12 @@ def test_a_step_that_nobody_captures_is_made_ready_when_it_comes_first(
     link: SharedLink, signals: Signals
 ) -> None:
     """SGLang rehearses none of them; in each epoch the engine does, before the step."""
-    signals.is_captured, part = True, Part()
-    signals.drain = lambda: True  # type: ignore[attr-defined]
-    link._connection.parts = [part]  # type: ignore[misc, assignment]
+    part = prepared(link, signals)
     selecting, prompts = (DecodeKind.SELECTING, 2), (DecodeKind.DENSE, 0)
     table = torch.arange(50)
     for epoch in (1, 2):
-        link._connection.epoch = epoch  # type: ignore[misc]
+        if epoch == 2:
+            link.rewind()
         if epoch == 1:
             link.begin_extend([ExtendRow(row=1, prefix_len=0, length=50, table=table)])
             assert part.taken() == [prompts]
@@ -227,9 +236,7 @@ def test_an_epoch_of_a_number_that_recurs_is_made_ready_as_well(
     link: SharedLink, signals: Signals
 ) -> None:
     """A host that takes the place of another counts its epochs from 1."""
-    signals.is_captured, part = True, Part()
-    signals.drain = lambda: True  # type: ignore[attr-defined]
-    link._connection.parts = [part]  # type: ignore[misc, assignment]
+    part = prepared(link, signals)
     for _ in range(2):
         begin(link, DecodeKind.SELECTING)
         assert part.taken() == [(DecodeKind.DENSE, 0)]

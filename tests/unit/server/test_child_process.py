@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import subprocess
@@ -102,28 +103,18 @@ def test_a_stopped_launcher_does_not_stop_the_child(talker: ChildProcess, tmp_pa
     assert talker.log_tail(1) == "line 1999"
 
 
+@pytest.mark.parametrize("hurries", [False, True])
 def test_a_child_that_cannot_be_killed_is_left_to_a_later_call(
-    talker: ChildProcess, monkeypatch: pytest.MonkeyPatch
+    talker: ChildProcess, monkeypatch: pytest.MonkeyPatch, *, hurries: bool
 ) -> None:
-    """One that waits in a driver ends after that, or never."""
+    """One that waits in a driver ends after that, or never; somebody in a hurry waits less."""
     talker.start()
     with monkeypatch.context() as patched:
-        patched.setattr(child_process, "_KILLED_S", 0.1)
+        limits = {"_HURRIED_S": hurries, "_KILLED_S": not hurries}
+        for name, counts in limits.items():
+            patched.setattr(child_process, name, 0.1 if counts else math.inf)
         patched.setattr(os, "killpg", lambda *_: None)
-        talker.kill_group()
-    assert talker.exit_status() is None
-    talker.kill_group()
-    assert talker.exit_status() == "signal SIGKILL"
-
-
-def test_somebody_in_a_hurry_is_not_held_up_by_a_child_that_cannot_be_killed(
-    talker: ChildProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    talker.start()
-    with monkeypatch.context() as patched:
-        patched.setattr(child_process, "_HURRIED_S", 0.1)
-        patched.setattr(os, "killpg", lambda *_: None)
-        talker.kill_group(lambda: True)  # else a minute
+        talker.kill_group(lambda: hurries)
     assert talker.exit_status() is None
     talker.kill_group()
     assert talker.exit_status() == "signal SIGKILL"
